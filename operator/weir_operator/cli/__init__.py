@@ -1,0 +1,1 @@
+"""Command line of the operator, and the kubectl plugin."""

@@ -1,0 +1,1 @@
+"""kopf glue: events become keys in a queue, nothing else."""

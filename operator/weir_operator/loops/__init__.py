@@ -1,0 +1,1 @@
+"""The reconcile loop, the tuner loop, the lease."""

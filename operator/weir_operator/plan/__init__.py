@@ -1,0 +1,1 @@
+"""Pure: spec and observation in, manifests and status out."""

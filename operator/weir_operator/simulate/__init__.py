@@ -1,0 +1,1 @@
+"""Both halves' pure rooms in discrete steps over a plant."""

@@ -1,0 +1,1 @@
+"""Pure: windows and state in, moves and reasons out."""

@@ -1,0 +1,1 @@
+"""The child process: drain messages, decide, execute one forward, commit, report."""

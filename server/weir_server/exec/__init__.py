@@ -1,0 +1,1 @@
+"""Running a step: the runner, attention backends, native kernels."""

@@ -1,0 +1,1 @@
+"""Messages between the HTTP parent and the engine child."""

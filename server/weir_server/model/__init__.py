@@ -1,0 +1,1 @@
+"""Model files, the decoder, the sampler."""

@@ -1,0 +1,1 @@
+"""Chat templates, tokenizers, incremental detokenising, stop strings: pure text, no torch, no HTTP."""
