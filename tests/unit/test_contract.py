@@ -5,6 +5,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from weir_server import contract as c
 
 KNOBS = c.Knobs(4, 1 << 30, 0.01, 32)
@@ -22,7 +23,7 @@ def window() -> c.Window:
         products=dict.fromkeys(c.STEP_PRODUCTS, 1.0), recompute_seconds=0.0, queued=5, retried=0, admitted=4,
         refused={"queue_full": {"slots": 1}}, finished=dict.fromkeys(c.FINISH_REASONS, 0), preempted=0, recomputed_tokens=0,
         prompt_tokens=0, cached_tokens=0, generated_tokens=0, slo_good=dict.fromkeys(c.SLOS, 0), slo_total=0,
-        histograms={k: h for k in c.HISTOGRAMS}, settled={k: c.Histogram() for k in c.SETTLED_HISTOGRAMS},
+        histograms=dict.fromkeys(c.HISTOGRAMS, h), settled={k: c.Histogram() for k in c.SETTLED_HISTOGRAMS},
     )  # fmt: skip
 
 
