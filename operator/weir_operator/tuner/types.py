@@ -1,0 +1,220 @@
+"""The values that go into one decision of the tuner and come out of it.
+
+`decide(state, pods, spec, now) -> Decision` is pure: what it may know is in these types, and what it wants done is too. All of
+them go to JSON and back without loss, so any decision can be saved, resumed after a restart, and replayed.
+Units: seconds, rows, bytes, rows per second. Clock: `Poll.at` and `now` are the operator's; times inside a `Window` are the pod's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any
+
+from weir_server.contract import ControlState, Plant, Window
+
+HISTORY_SECONDS = 330.0
+"""How long the caller keeps polls: evidence is gathered over at most five minutes, plus one tick."""
+
+
+class Outcome(StrEnum):
+    """What came of one pod in one tick. A closed catalogue: "nothing changed" always says why."""
+
+    MOVED = "Moved"  # knobs were changed for the reason given
+    ADVISED = "Advised"  # they would have been, but the mode is Advise
+    REVERTED = "Reverted"  # the last move made goodput worse: the values before it are back
+    HOLDING = "Holding"  # nothing is predicted to be better by enough
+    CONFIRMING = "Confirming"  # a change of direction waits for a second tick that wants it too
+    SETTLING = "Settling"  # the last move is not effective yet, or has no clean window behind it
+    DRAIN_OVERDUE = "DrainOverdue"  # it should have settled long ago: the batch is frozen, the queue is not
+    WARMING = "Warming"  # the pod is new: no difference of windows yet
+    INSUFFICIENT_DATA = "InsufficientData"  # five minutes did not bring the evidence that a move needs
+    IDLE = "Idle"  # no traffic: what was learned is kept, nothing is lowered
+    NO_OBJECTIVES = "NoObjectives"  # without both latency objectives there is no goodput to raise
+    STALE_METRICS = "StaleMetrics"  # no fresh window: nothing is raised
+    MISPREDICTED = "Mispredicted"  # predictions failed: back to the last verified setting, and hold
+    INCONCLUSIVE = "Inconclusive"  # the move could not be judged (the new slots were not used): kept, not trusted
+    FROZEN = "Frozen"  # paused, disabled, or draining
+
+
+@dataclass(frozen=True, slots=True)
+class TunerSpec:
+    """What the user declared. `bounds`: knob → (min, max), an end that is None means the envelope's. `initial`: knob → value."""
+
+    ttft: float | None
+    tpot: float | None
+    bounds: Mapping[str, tuple[float | None, float | None]] = field(default_factory=dict)
+    initial: Mapping[str, float] = field(default_factory=dict)
+    mode: str = "Auto"  # Auto | Advise | Disabled
+    paused: bool = False
+    tick_seconds: float = 30.0
+    poll_seconds: float = 5.0
+    memory_feedback: bool = True  # False on CUDA: there a smaller KV budget gives no memory back
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TunerSpec:
+        """Raises TypeError for a field that is not known."""
+        values = dict(data)
+        values["bounds"] = {knob: (low, high) for knob, (low, high) in data.get("bounds", {}).items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """One attempt to read a pod's window; None means that it failed. Absent is not zero."""
+
+    at: float
+    window: Window | None
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """What is known of one pod now. `polls`: oldest first, the last HISTORY_SECONDS; `control`: the last state that was read."""
+
+    name: str
+    pod_class: str
+    control: ControlState | None
+    polls: tuple[Poll, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "pod_class": self.pod_class,
+            "control": self.control.to_wire() if self.control else None,
+            "polls": [{"at": p.at, "window": p.window.to_wire() if p.window else None} for p in self.polls],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PodView:
+        """Raises KeyError, TypeError or ValueError on another shape."""
+        return cls(
+            name=data["name"],
+            pod_class=data["pod_class"],
+            control=ControlState.from_wire(data["control"]) if data["control"] else None,
+            polls=tuple(Poll(p["at"], Window.from_wire(p["window"]) if p["window"] else None) for p in data["polls"]),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """The traffic as the law sees it, smoothed. `offered` is λ; `quantiles` are λ's where it spreads more than Poisson, else (λ,)."""
+
+    offered: float  # rows per second, refusals included, retries discounted
+    quantiles: tuple[float, ...]
+    output: float  # O: generated tokens per row
+    prefill: float  # ρ: prefilled tokens (uncached and recomputed) per generated token
+    context: float  # context tokens read per decoding row and step
+    ticks: int = 1  # how many are in the means
+    odd_ticks: int = 0  # ticks in a row whose ρ lay far from the smoothed one
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A move that has not been judged yet, with what was predicted for it."""
+
+    at: float  # operator's clock
+    before: Mapping[str, float]
+    after: Mapping[str, float]
+    raised_batch: bool
+    predicted_goodput: float  # rows per second
+    predicted_interval: float  # y at the rows expected, seconds
+    observed_before: float | None  # goodput of the window that led to the move
+    offered: float  # λ then
+    drained: float | None = None  # pod's clock: when the queue first fitted its new depth
+
+
+@dataclass(frozen=True, slots=True)
+class PodState:
+    """All that the tuner remembers of one pod between two calls."""
+
+    instance: str
+    since: float  # operator's clock: when this process was first seen
+    seen: float  # pod's clock: the last window that went into the sums
+    prior: Plant | None = None  # as the server measured itself at boot
+    sums: Mapping[str, float] = field(default_factory=dict)  # discounted sums of the regression
+    mix: Mix | None = None
+    spread: Mapping[int, float] = field(default_factory=dict)  # z: weights by histogram bucket
+    prefill: Mapping[int, float] = field(default_factory=dict)  # f, in units of y: weights by histogram bucket
+    pending: Pending | None = None
+    direction: int = 0  # sign of the last batch move
+    reversal_ticks: int = 0  # ticks in a row that wanted the other one
+    misses: int = 0  # predictions off in a row
+    distrust: int = 0  # 0: moves are free; 1: steps of one; 2: hold the verified setting
+    verified: Mapping[str, float] = field(default_factory=dict)  # last setting whose prediction came true
+    ceiling: int | None = None  # a batch size that failed
+    ceiling_until: float = 0.0
+    ceiling_times: int = 0
+    memory_cut_at: float | None = None
+    kv_bound_ticks: int = 0  # settled windows in a row that waited for KV
+    calm_since: float | None = None  # no preemption since
+    calm_admitted: int = 0  # rows admitted since then with the KV budget well used
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> PodState:
+        """Raises KeyError or TypeError on another shape."""
+        v = {f.name: data[f.name] for f in fields(cls)}
+        v["prior"] = Plant(**v["prior"]) if v["prior"] else None
+        v["mix"] = Mix(**{**v["mix"], "quantiles": tuple(v["mix"]["quantiles"])}) if v["mix"] else None
+        v["pending"] = Pending(**v["pending"]) if v["pending"] else None
+        for name in ("spread", "prefill"):  # JSON has string keys only
+            v[name] = {int(k): w for k, w in v[name].items()}
+        return cls(**v)
+
+
+@dataclass(frozen=True, slots=True)
+class TunerState:
+    """Of one InferenceDeployment. `TunerState()` is the start; the rest comes from `Decision.state`."""
+
+    next_tick: float | None = None  # operator's clock
+    pods: Mapping[str, PodState] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TunerState:
+        """Raises KeyError or TypeError on another shape."""
+        return cls(data["next_tick"], {name: PodState.from_json(p) for name, p in data["pods"].items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Knobs to set on one pod. `emergency` moves do not wait for anything."""
+
+    pod: str
+    knobs: Mapping[str, float]  # max_batch_size, kv_cache_budget and max_queue_depth are whole numbers
+    rule: str
+    reason: str
+    emergency: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One decision about one pod, "no change" included: what an engineer reads when asking why."""
+
+    t: float
+    pod: str
+    rule: str
+    outcome: Outcome
+    reason: str  # one sentence
+    changes: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # knob → (from, to)
+    inputs: Mapping[str, float] = field(default_factory=dict)  # what the rule looked at
+    predicted: Mapping[str, float] = field(default_factory=dict)
+    observed: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    state: TunerState
+    moves: tuple[Move, ...] = ()
+    records: tuple[Record, ...] = ()
