@@ -1,0 +1,291 @@
+"""Weights from GGUF files and safetensors directories, in the decoder's own layout, and the cache of them on disk.
+
+Dequantising SmolLM2 takes seconds, mapping the result a tenth of one: so the fused fp32 tensors are written once to
+`<cache>/<key>.safetensors` and mapped from then on. The key is the identity of the source files (name, size, modification
+time) and the layout's version. A cache that cannot be written costs one log line and the time, nothing else.
+
+The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_heads):
+  embed [vocab, hidden] · norm [hidden] · head [vocab, hidden] unless tied
+  layers.i: attn_norm [hidden] · qkv [(G + 2K)·D, hidden] · out [hidden, G·D] · mlp_norm [hidden] · gate_up [2·ffn, hidden]
+  · down [hidden, ffn]
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from weir_server.model import config as model_config
+from weir_server.model.config import DecoderConfig
+from weir_server.model.files import (
+    GGML_TYPES,
+    GgufHeader,
+    ModelError,
+    TensorInfo,
+    hf_config,
+    read_gguf_metadata,
+    safetensors_files,
+)
+
+log = logging.getLogger(__name__)
+
+LAYOUT_VERSION = 1
+
+Weights = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A model's config and weights. `mapped`: the weights are views of the cache file, not anonymous memory."""
+
+    config: DecoderConfig
+    weights: Weights
+    mapped: bool
+    key: str  # identity of the source, for logs and prefix hashes
+
+
+def load_checkpoint(path: Path, cache_dir: str | None = None) -> Checkpoint:
+    """Load `path` (as `files.resolve` gives it). Raises ModelError."""
+    source = _Directory(path) if path.is_dir() else _Gguf(path)
+    key = _key(source.files)
+    for directory in _cache_directories(cache_dir):
+        cached = directory / f"{key}.safetensors"
+        if (weights := _map(cached, source.config)) is not None:
+            return Checkpoint(source.config, weights, mapped=True, key=key)
+    weights = _fused(source.config, source.tensor, path)
+    source.check_nothing_left()
+    for directory in _cache_directories(cache_dir):
+        cached = directory / f"{key}.safetensors"
+        if _write(cached, weights) and (mapped := _map(cached, source.config)) is not None:
+            return Checkpoint(source.config, mapped, mapped=True, key=key)
+    log.warning("no weight cache: the next start will be as slow as this one")
+    return Checkpoint(source.config, weights, mapped=False, key=key)
+
+
+# ---------------------------------------------------------------- the layout
+
+def shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the layout."""
+    attention = c.heads * c.head_dim
+    out: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
+    if not c.tied:
+        out["head"] = (c.vocab, c.hidden)
+    for i in range(c.layers):
+        out |= {
+            f"layers.{i}.attn_norm": (c.hidden,),
+            f"layers.{i}.qkv": (attention + 2 * c.kv_heads * c.head_dim, c.hidden),
+            f"layers.{i}.out": (c.hidden, attention),
+            f"layers.{i}.mlp_norm": (c.hidden,),
+            f"layers.{i}.gate_up": (2 * c.ffn, c.hidden),
+            f"layers.{i}.down": (c.hidden, c.ffn),
+        }
+    return out
+
+
+_PARTS = {
+    "embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",),
+    "attn_norm": ("input_layernorm",), "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",), "mlp_norm": ("post_attention_layernorm",), "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}  # fmt: skip
+"""Our tensor → the Hugging Face tensors stacked in it (a layer's below `model.layers.i.`; `.weight` at the end)."""
+
+
+def parts(name: str) -> list[str]:
+    """The Hugging Face names of what `name` of the layout is stacked from."""
+    if name.startswith("layers."):
+        _, index, short = name.split(".")
+        return [f"model.layers.{index}.{p}.weight" for p in _PARTS[short]]
+    return [f"{p}.weight" for p in _PARTS[name]]
+
+
+def _fused(c: DecoderConfig, tensor: Callable[[str], torch.Tensor], where: Path) -> Weights:
+    """Build the layout from a reader of Hugging Face tensors. Raises ModelError for a missing or misshapen one."""
+    attention, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
+    rows = {"q_proj": attention, "k_proj": kv, "v_proj": kv, "gate_proj": c.ffn, "up_proj": c.ffn}
+    weights = {}
+    for name, shape in shapes(c).items():
+        pieces = []
+        for part in parts(name):
+            piece = tensor(part)
+            expected = (rows.get(part.split(".")[-2], shape[0]), *shape[1:])
+            if tuple(piece.shape) != expected:
+                raise ModelError(f"{part} of {where} has shape {list(piece.shape)}, the config asks for {list(expected)}.")
+            pieces.append(piece.to(torch.float32))
+        weights[name] = torch.cat(pieces).contiguous() if len(pieces) > 1 else pieces[0].contiguous()
+    return weights
+
+
+# ---------------------------------------------------------------- sources
+
+class _Directory:
+    """A directory in the Hugging Face layout."""
+
+    def __init__(self, path: Path) -> None:
+        config = model_config.from_hf(hf_config(path), path / "config.json")
+        self.path, self.files = path, [path / "config.json", *safetensors_files(path)]
+        self.where = {name: file for file in self.files[1:] for name in _names(file)}
+        # like transformers: an absent tie_word_embeddings means untied, and a head that the file has is redundant where tied
+        if not config.tied and "lm_head.weight" not in self.where:
+            raise ModelError(f"{path} has no tensor lm_head.weight, and its config does not tie the head to the embedding.")
+        self.config = config
+
+    def tensor(self, name: str) -> torch.Tensor:
+        if name not in self.where:
+            raise ModelError(f"{self.path} has no tensor {name}.")
+        with safe_open(self.where[name], framework="pt") as file:
+            piece = file.get_tensor(name)
+        if not piece.is_floating_point():
+            raise ModelError(f"{name} of {self.path} has type {piece.dtype}; quantised safetensors are not read.")
+        return piece
+
+    def check_nothing_left(self) -> None:
+        known = {p for name in [*shapes(self.config), "head"] for p in parts(name)}
+        extra = sorted(n for n in self.where if n not in known and not n.endswith(".rotary_emb.inv_freq"))
+        if extra:
+            raise ModelError(f"{self.path} has the tensor {extra[0]}, which a {self.config.family} decoder has no use for.")
+
+
+def _names(file: Path) -> list[str]:
+    try:
+        with safe_open(file, framework="pt") as f:
+            return list(f.keys())
+    except (SafetensorError, OSError) as e:
+        raise ModelError(f"Cannot read the weights {file}: {e}.") from None
+
+
+class _Gguf:
+    """A GGUF file; its tensors under their Hugging Face names."""
+
+    _NAMES = {
+        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+    }  # fmt: skip
+    _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+    _ROPE = "rope_freqs.weight"
+
+    def __init__(self, path: Path) -> None:
+        self.header: GgufHeader = read_gguf_metadata(path)
+        self.files, self.used = [path], {self._ROPE}
+        divisors = tuple(self._read(self._ROPE).tolist()) if self._ROPE in self.header.tensors else ()
+        self.config = model_config.from_gguf(self.header, divisors)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        stem = name.removesuffix(".weight")
+        if stem.startswith("model.layers."):
+            index, part = stem.removeprefix("model.layers.").split(".", 1)
+            ours = f"blk.{index}.{self._NAMES[part]}.weight"
+        else:
+            part, ours = stem, f"{self._TOP[stem]}.weight"
+        array = self._read(ours)
+        heads = {"self_attn.q_proj": self.config.heads, "self_attn.k_proj": self.config.kv_heads}.get(part)
+        if heads is not None:
+            array = _unpermuted(array, heads, ours)
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def _read(self, name: str) -> np.ndarray:
+        """One tensor as float32, read (not mapped: a file that is cut while we read is an error, not a bus error)."""
+        from gguf import GGMLQuantizationType  # here, because a start from the cache has no need of it
+        from gguf.quants import dequantize
+
+        info = self.header.tensors.get(name)
+        if info is None:
+            raise ModelError(f"{self.header.path} has no tensor {name}.")
+        self.used.add(name)
+        try:
+            with self.header.path.open("rb") as file:
+                file.seek(info.offset)
+                raw = file.read(info.nbytes)
+        except OSError as e:
+            raise ModelError(f"Cannot read the model file {self.header.path}: {e.strerror}.") from None
+        if len(raw) < info.nbytes:
+            raise ModelError(f"{self.header.path} is truncated: {name} has {len(raw)} of its {info.nbytes} bytes.")
+        if GGML_TYPES[info.type][0] in ("F32", "F16"):
+            dtype = np.float32 if info.type == 0 else np.float16
+            return np.frombuffer(raw, dtype).reshape(info.shape).astype(np.float32)
+        blocks = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], _row_bytes(info, self.header.path))
+        return dequantize(blocks, GGMLQuantizationType(info.type)).astype(np.float32, copy=False)
+
+    def check_nothing_left(self) -> None:
+        if extra := sorted(set(self.header.tensors) - self.used):
+            raise ModelError(
+                f"{self.header.path} has the tensor {extra[0]}, which a {self.config.family} decoder has no use for."
+            )
+
+
+def _row_bytes(info: TensorInfo, where: Path) -> int:
+    _, block, block_bytes = GGML_TYPES[info.type]
+    if info.shape[-1] % block:
+        raise ModelError(f"The rows of {info.name} of {where} are {info.shape[-1]} long, no multiple of {block}.")
+    return info.shape[-1] // block * block_bytes
+
+
+def _unpermuted(array: np.ndarray, heads: int, name: str) -> np.ndarray:
+    """llama.cpp stores q and k with the halves of each head interleaved (its rope turns neighbours); undo it."""
+    rows, columns = array.shape
+    if rows % (2 * heads):
+        raise ModelError(f"{name} has {rows} rows, which {heads} heads cannot share.")
+    return array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+# ---------------------------------------------------------------- the cache
+
+def _key(files: list[Path]) -> str:
+    digest = hashlib.sha256(f"weir weights {LAYOUT_VERSION}".encode())
+    for file in files:
+        stat = file.stat()
+        digest.update(f"\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return digest.hexdigest()[:32]
+
+
+def _cache_directories(explicit: str | None) -> Iterator[Path]:
+    """Where a cache may lie, best first: what was asked for, else the user's cache, else the temporary directory."""
+    if explicit is not None:
+        yield Path(explicit)
+        return
+    if base := os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME"):
+        yield Path(base) / ("weir" if os.environ.get("XDG_CACHE_HOME") else ".cache/weir")
+    shared = Path(tempfile.gettempdir()) / f"weir-{os.getuid()}"
+    if not shared.exists() or shared.stat().st_uid == os.getuid():  # anybody may create a name in the temporary directory
+        yield shared
+
+
+def _map(path: Path, c: DecoderConfig) -> Weights | None:
+    """The cached tensors, or None where there is no whole cache of this layout."""
+    if not path.is_file():
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as e:
+        log.warning("weight cache %s is damaged (%s): loading from the source", path, e)
+        return None
+    if {n: tuple(w.shape) for n, w in weights.items()} != shapes(c):
+        log.warning("weight cache %s has another layout: loading from the source", path)
+        return None
+    return weights
+
+
+def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> bool:
+    """Write the cache so that it appears whole or not at all. False where the file system does not let us."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        save_file(dict(weights), temporary)
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as e:
+        temporary.unlink(missing_ok=True)
+        log.warning("cannot write the weight cache %s: %s", path, e)
+        return False
+    return True
