@@ -1,0 +1,106 @@
+"""Conditions and their reasons: a closed catalogue, each entry with the sentence that documents it.
+
+`condition()` is the only maker of conditions, so a reason outside the catalogue cannot reach a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CATALOGUE: Mapping[str, Mapping[str, str]] = {
+    "Ready": {
+        "Serving": "Every wanted pod serves.",
+        "ScaledToZero": "No pod is wanted.",
+        "Starting": "Pods are on their way, none failed.",
+        "SomePodsUnready": "Some wanted pods do not serve.",
+        "ImagePullFailed": "A node cannot fetch the image.",
+        "CrashLooping": "The server exits again and again; the message has its last words.",
+        "OutOfMemory": "A container was killed at its memory limit.",
+        "Unschedulable": "No node has room or fits the pod's demands.",
+        "ConfigError": "A container cannot be created as configured.",
+        "SpecInvalid": "The spec cannot be used; the message names the field.",
+        "ApplyRefused": "The API server refused an object; the message is its own.",
+        "NameTaken": "An object of a name that Weir needs belongs to somebody else; Weir goes on when it is gone.",
+    },
+    "Available": {"PodsServing": "At least one pod serves.", "NoPodServes": "No pod serves."},
+    "Progressing": {
+        "RollingOut": "Pods of the present template are being made.",
+        "Complete": "Every pod has the present template.",
+        "DeadlineExceeded": "The rollout made no progress for its whole deadline.",
+    },
+    "Degraded": {"AllPodsServe": "Nothing is missing.", "PodsMissing": "Fewer pods serve than are wanted."},
+    "ModelLoaded": {
+        "Loaded": "A pod has loaded the model.",
+        "Loading": "No pod has loaded the model yet.",
+        "LoadFailed": "The server ended while loading; the message has its last words.",
+    },
+    "MetricsAvailable": {
+        "Polled": "Every ready pod answers on its control port.",
+        "SomePodsSilent": "Some ready pods do not answer on their control port.",
+        "NoPodAnswers": "No ready pod answers on its control port: nothing is raised.",
+        "NoPods": "There is no ready pod to ask.",
+    },
+    "SLOMet": {
+        "Met": "At least 95 % of recent requests met both objectives.",
+        "Missed": "Fewer than 95 % of recent requests met both objectives.",
+        "NoObjectives": "spec.slo is not set.",
+        "NoTraffic": "Too few requests finished to say.",
+    },
+    "Tuned": {
+        "Holding": "The tuner sees no better setting.",
+        "Moving": "A move is on its way or being judged.",
+        "GatheringEvidence": "There is not enough traffic, or not yet, to decide on.",
+        "Advising": "Advise: moves are recorded, not made.",
+        "Frozen": "The tuner makes no moves now; the message says why.",
+        "Mispredicted": "Predictions failed: the last verified setting is held.",
+        "KnobDrift": "A knob that was set does not read back.",
+    },
+    "Saturated": {
+        "Refusing": "Rows are refused with a 503.",
+        "NotRefusing": "No row was refused lately.",
+    },
+    "Paused": {"BySpec": "spec.tuning.paused is true.", "NotPaused": "Tuning is not paused."},
+    "KnobsUnsupported": {
+        "Supported": "The pods' control API is of this operator's version.",
+        "OtherContract": "A pod's control API has another major version: its knobs are left alone.",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    type: str
+    status: bool | None  # None = Unknown
+    reason: str
+    message: str = ""
+
+    def __post_init__(self) -> None:
+        if self.reason not in CATALOGUE[self.type]:
+            raise KeyError(f"{self.type}: {self.reason} is not in the catalogue")
+
+    def to_json(self, generation: int, since: str) -> dict[str, Any]:
+        return {
+            "type": self.type,
+            "status": {True: "True", False: "False", None: "Unknown"}[self.status],
+            "reason": self.reason,
+            "message": self.message or CATALOGUE[self.type][self.reason],
+            "lastTransitionTime": since,
+            "observedGeneration": generation,
+        }
+
+
+def merged(
+    conditions: Iterable[Condition], previous: Iterable[Mapping[str, Any]], generation: int, now: str,
+) -> list[dict[str, Any]]:
+    """The status list. `lastTransitionTime` moves only when a status flips, so an unchanged state is an unchanged list."""
+    before = {c.get("type"): c for c in previous}
+    out = []
+    for condition in conditions:
+        fresh = condition.to_json(generation, now)
+        old = before.get(condition.type)
+        if old and old.get("status") == fresh["status"] and old.get("lastTransitionTime"):
+            fresh["lastTransitionTime"] = old["lastTransitionTime"]
+        out.append(fresh)
+    return out

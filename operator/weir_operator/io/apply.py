@@ -1,0 +1,126 @@
+"""The only writer to the Kubernetes API.
+
+Children go by server-side apply under one field manager, forced, and fenced by the resourceVersion that was observed: an
+operator that was paused and wakes up writes nothing over what changed meanwhile. The pods' token Secret alone is applied
+unfenced, since it is never read; its name carries the owner's uid, so it is nobody else's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from weir_operator.api import names
+from weir_operator.io.kube import APPLY, MERGE, ApiError, Kube, path
+
+log = logging.getLogger(__name__)
+KEY_SECRET = "weir-operator-key"
+
+
+class NotLeader(Exception):
+    """This process may not write now."""
+
+
+def utc_now() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Writer:
+    """Every write goes through here and asks `may_write` first."""
+
+    def __init__(self, kube: Kube, may_write: Callable[[], bool] = lambda: True) -> None:
+        self._kube, self._may_write = kube, may_write
+
+    async def _write(self, method: str, target: str, body: Any, content_type: str = "application/json", **query: str) -> Any:
+        if not self._may_write():
+            raise NotLeader("the Lease is not held")
+        return await self._kube.request(method, target, query=query, body=body, content_type=content_type)
+
+    async def apply(self, manifest: Mapping[str, Any], observed: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Create or change a child so that it says what `manifest` says. Raises ApiError: 409 if it changed since `observed`."""
+        meta = dict(manifest["metadata"])
+        if observed is not None:
+            meta["resourceVersion"] = observed["metadata"]["resourceVersion"]
+        target = path(manifest["kind"], meta["namespace"], meta["name"])
+        body = {**manifest, "metadata": meta}
+        return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.FIELD_MANAGER, force="true"))
+
+    async def patch_status(self, raw: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
+        """Replace what changed of a resource's status, fenced by its resourceVersion. Raises ApiError."""
+        meta, before = raw["metadata"], raw.get("status") or {}
+        changed = {k: v for k, v in status.items() if before.get(k) != v}
+        changed = {k: _merge_patch(before.get(k), v) for k, v in changed.items()}
+        body = {"metadata": {"resourceVersion": meta["resourceVersion"]}, "status": changed}
+        target = path(names.KIND, meta["namespace"], meta["name"], "status")
+        return dict(await self._write("PATCH", target, body, MERGE, fieldManager=names.FIELD_MANAGER))
+
+    async def patch_spec(self, namespace: str, name: str, spec: Mapping[str, Any], manager: str) -> dict[str, Any]:
+        """What the plugin does in its user's name: a merge patch of the spec."""
+        return dict(await self._write("PATCH", path(names.KIND, namespace, name), {"spec": spec}, MERGE, fieldManager=manager))
+
+    async def event(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False) -> None:
+        """One Event for each (resource, reason, message); repeats raise its count. A lost Event is no error."""
+        meta, now = raw["metadata"], utc_now()
+        digest = hashlib.sha256(f"{meta['uid']}|{reason}|{message}".encode()).hexdigest()[:16]
+        target = path("Event", meta["namespace"])
+        name = f"{meta['name']}.{digest}"
+        body = {
+            "metadata": {"name": name, "namespace": meta["namespace"]},
+            "involvedObject": {
+                "apiVersion": names.API_VERSION, "kind": names.KIND, "name": meta["name"], "namespace": meta["namespace"],
+                "uid": meta["uid"],
+            },
+            "reason": reason, "message": message[:1024], "type": "Warning" if warning else "Normal", "count": 1,
+            "firstTimestamp": now, "lastTimestamp": now, "source": {"component": names.FIELD_MANAGER},
+        }
+        try:
+            try:
+                await self._write("POST", target, body)
+            except ApiError as e:
+                if e.reason != "AlreadyExists":
+                    raise
+                known = await self._kube.get("Event", meta["namespace"], name)
+                count = (known or {}).get("count", 1) + 1
+                again = {"count": count, "lastTimestamp": now}
+                await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
+        except ApiError as e:
+            log.warning("event %s for %s not written: %s", reason, meta["name"], e)
+
+    async def control_key(self, namespace: str) -> bytes:
+        """The key that pods' tokens are made from: a Secret of the operator's own namespace, made here if absent."""
+        found = await self._kube.get("Secret", namespace, KEY_SECRET)
+        if found is None:
+            body = {
+                "apiVersion": "v1", "kind": "Secret", "type": "Opaque",
+                "metadata": {"name": KEY_SECRET, "namespace": namespace}, "stringData": {"key": secrets.token_hex(32)},
+            }
+            try:
+                found = await self._write("POST", path("Secret", namespace), body)
+            except ApiError as e:
+                if e.reason != "AlreadyExists":  # the other replica was first
+                    raise
+                found = await self._kube.get("Secret", namespace, KEY_SECRET)
+        return str(found["data"]["key"]).encode()
+
+    async def create_lease(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
+        body = {"metadata": {"name": name, "namespace": namespace}, "spec": spec}
+        return await self._kube.request("POST", path("Lease", namespace), body=body)
+
+    async def update_lease(self, lease: Mapping[str, Any], spec: Mapping[str, Any]) -> dict[str, Any]:
+        """Fenced by the resourceVersion that was read. Raises ApiError 409 if somebody else was first."""
+        meta = lease["metadata"]
+        return await self._kube.request(
+            "PUT", path("Lease", meta["namespace"], meta["name"]), body={**lease, "spec": spec},
+        )
+
+
+def _merge_patch(before: Any, after: Any) -> Any:
+    """The merge patch that turns `before` into `after`: keys that are gone become null; lists are replaced."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        changed = {k: _merge_patch(before.get(k), v) for k, v in after.items() if before.get(k) != v}
+        return {**changed, **{k: None for k in before if k not in after}}
+    return after

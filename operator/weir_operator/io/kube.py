@@ -1,0 +1,146 @@
+"""The connection to the API server: plain requests on fixed paths, with the credentials that kubernetes.aio finds.
+
+Fixed paths rather than discovery: the kinds are known, a read-only root has no place for the client's discovery cache, and a
+CRD that arrives late is simply a path that starts to answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote, urlsplit
+from urllib.request import getproxies_environment
+
+import aiohttp
+from kubernetes.aio import config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from weir_operator.api import names
+from weir_operator.io.metrics import API_CALLS
+
+REQUEST_SECONDS = 30.0
+APPLY = "application/apply-patch+yaml"
+MERGE = "application/merge-patch+json"
+
+_PATHS = {
+    "Deployment": ("apis/apps/v1", "deployments"),
+    "Service": ("api/v1", "services"),
+    "ServiceAccount": ("api/v1", "serviceaccounts"),
+    "ConfigMap": ("api/v1", "configmaps"),
+    "Secret": ("api/v1", "secrets"),
+    "Pod": ("api/v1", "pods"),
+    "Event": ("api/v1", "events"),
+    "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    names.KIND: (f"apis/{names.API_VERSION}", names.PLURAL),
+}
+
+
+def path(kind: str, namespace: str | None, name: str | None = None, subresource: str | None = None) -> str:
+    """The path of an object, or of a list where `name` is None (across namespaces where `namespace` is None)."""
+    root, plural = _PATHS[kind]
+    parts = [root, *(["namespaces", namespace] if namespace else []), plural, *([name] if name else [])]
+    return "/" + "/".join(quote(part, safe="/") for part in (*parts, *([subresource] if subresource else [])))
+
+
+class ApiError(Exception):
+    """A refusal by the API server: its status, its reason word and its own sentence."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status, self.reason, self.message = status, reason, message
+
+
+class Unreachable(Exception):
+    """The API server gave no answer."""
+
+
+def proxy_for(url: str, env: Mapping[str, str] | None = None) -> str | None:
+    """The proxy that the environment names for `url`, with NO_PROXY as Go reads it: suffixes, addresses and networks."""
+    proxies = dict(env) if env is not None else getproxies_environment()
+    host = urlsplit(url).hostname or ""
+    for entry in (part.strip() for part in proxies.get("no", "").split(",")):
+        if entry == "*" or host == entry or (entry and host.endswith("." + entry.lstrip("."))):
+            return None
+        try:
+            if entry and ipaddress.ip_address(host) in ipaddress.ip_network(entry, strict=False):
+                return None
+        except ValueError:
+            continue
+    return proxies.get(urlsplit(url).scheme)
+
+
+async def configuration(context: str | None = None) -> Configuration:
+    """In-cluster credentials, else the kubeconfig's. Raises Unreachable with one sentence if there are neither."""
+    found = Configuration()
+    try:
+        if context is None:
+            try:
+                config.load_incluster_config(client_configuration=found)
+            except config.ConfigException:
+                await config.load_kube_config(client_configuration=found)
+        else:
+            await config.load_kube_config(client_configuration=found, context=context)
+    except (config.ConfigException, OSError, TypeError, ValueError) as e:
+        raise Unreachable(f"no cluster: neither a pod's service account nor a usable kubeconfig ({e})") from None
+    found.proxy = found.proxy or proxy_for(found.host)
+    found.client_session_kwargs = {"trust_env": False}  # aiohttp would misread NO_PROXY's networks
+    return found
+
+
+class Kube:
+    """One pooled connection. Use as an async context manager."""
+
+    def __init__(self, settings: Configuration) -> None:
+        self._client = ApiClient(settings)
+
+    @classmethod
+    async def connect(cls, context: str | None = None) -> Kube:
+        return cls(await configuration(context))
+
+    async def __aenter__(self) -> Kube:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._client.close()
+
+    async def request(
+        self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
+        """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
+        headers = {"Accept": "application/json", "Content-Type": content_type}
+        try:
+            prepared = await self._client.param_serialize(
+                method, target, query_params=list((query or {}).items()), header_params=headers, body=body,
+                auth_settings=["BearerToken"],
+            )
+            answer = await self._client.call_api(*prepared, _request_timeout=REQUEST_SECONDS)
+            text = await answer.read()
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as e:
+            API_CALLS.labels(method, "none").inc()
+            raise Unreachable(f"the API server does not answer: {e or type(e).__name__}") from None
+        API_CALLS.labels(method, str(answer.status)).inc()
+        if answer.status < 300:
+            return dict(json.loads(text)) if text else {}
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = {}
+        raise ApiError(answer.status, said.get("reason", ""), said.get("message") or text.decode(errors="replace")[:500])
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
+        """The object, or None if there is none."""
+        try:
+            return await self.request("GET", path(kind, namespace, name))
+        except ApiError as e:
+            if e.status == 404:
+                return None
+            raise
+
+    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
+        query = {"labelSelector": selector} if selector else {}
+        answer = await self.request("GET", path(kind, namespace), query=query)
+        return list(answer.get("items", ()))
