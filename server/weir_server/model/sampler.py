@@ -1,0 +1,148 @@
+"""From logits to tokens.
+
+Rows are first edited one by one (penalties, bias, minimum length), which leaves rows that ask for nothing untouched; then
+rows with equal (temperature, top-k, top-p, min-p) are drawn in one call. Every operation works along a row, so a row's
+token is the same alone and in company. Random numbers are a hash of (seed, choice, position): no state, no neighbours.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weir_server.link.messages import Sampling, TokenLogprobs
+
+LOWEST_LOGPROB = -9999.0
+"""What −∞ becomes on the wire: JSON has no infinity. OpenAI's value."""
+
+_FIRST_CUT = 256
+"""Candidates looked at before the whole vocabulary is sorted for top-p; almost always enough."""
+
+
+@dataclass(slots=True)
+class Draw:
+    """One row that samples. `context`: all its tokens so far, of which the first `prompt_len` are the user's."""
+
+    sampling: Sampling
+    choice: int
+    context: Sequence[int]
+    prompt_len: int
+
+
+@dataclass(slots=True)
+class Drawn:
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    error: str | None = None
+
+
+def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
+    """Draw a token for each row of `logits` float32 [rows, vocab], which is edited in place. A row that fails says so."""
+    out = [Drawn() for _ in rows]
+    groups: dict[tuple[float, int, float, float], list[int]] = defaultdict(list)
+    raw: dict[int, torch.Tensor] = {}
+    finite = torch.isfinite(logits).all(-1).tolist()
+    for i, row in enumerate(rows):
+        s = row.sampling
+        if not finite[i]:
+            out[i].error = "the model's logits are not finite"
+            continue
+        if s.logprobs >= 0:
+            raw[i] = logits[i].log_softmax(-1)
+        try:
+            _edit(logits[i], row)
+        except (IndexError, RuntimeError) as e:
+            out[i].error = f"sampling failed: {e}"
+            continue
+        groups[_GREEDY if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(i)
+    for parameters, members in groups.items():
+        chosen = logits if len(members) == len(rows) else logits[members]
+        if parameters is _GREEDY:
+            tokens: list[int | None] = list(chosen.argmax(-1).tolist())
+        else:
+            numbers = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
+            tokens = _drawn(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
+        for i, token in zip(members, tokens, strict=True):
+            out[i].token = token
+            if token is None:
+                out[i].error = "sampling failed: no token is allowed"
+            elif i in raw:
+                out[i].logprobs = _logprobs(raw[i], token, rows[i].sampling.logprobs)
+    return out
+
+
+_GREEDY = (0.0, 0, 1.0, 0.0)
+
+
+def _edit(logits: torch.Tensor, row: Draw) -> None:
+    """Penalties, bias and minimum length on one row [vocab], in place."""
+    s = row.sampling
+    if s.repetition_penalty != 1.0:  # over prompt and answer, as in transformers (CTRL, arXiv 1909.05858)
+        seen = torch.tensor(sorted(set(row.context)))
+        values = logits[seen]
+        logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    generated = row.context[row.prompt_len :]
+    if generated and (s.presence_penalty or s.frequency_penalty):  # over the answer alone, as in OpenAI's API
+        counts = Counter(generated)
+        times = torch.tensor(list(counts.values()), dtype=logits.dtype)
+        logits[torch.tensor(list(counts))] -= s.presence_penalty + s.frequency_penalty * times
+    if s.logit_bias:
+        logits[torch.tensor(list(s.logit_bias))] += torch.tensor(list(s.logit_bias.values()), dtype=logits.dtype)
+    if s.stop_ids and len(generated) < s.min_tokens:
+        logits[torch.tensor(s.stop_ids)] = -torch.inf
+
+
+def _drawn(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, numbers: torch.Tensor
+) -> list[int | None]:
+    """Tokens by inverse transform in the vocabulary's order: temperature, then top-k, top-p, min-p, as in transformers.
+
+    A filter is a least weight: weights are relative to the best token's 1, and what ties with the least is kept.
+    """
+    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
+    if 0 < top_k < weights.shape[-1]:
+        weights = _at_least(weights, weights.topk(top_k).values[:, -1])
+    if top_p < 1.0:
+        weights = _at_least(weights, torch.stack([_nucleus(w, top_p) for w in weights]))
+    if min_p > 0.0:
+        weights = _at_least(weights, torch.full((len(weights),), min_p))
+    cumulative = weights.double().cumsum(-1)
+    total = cumulative[:, -1:]
+    tokens = torch.searchsorted(cumulative, numbers[:, None] * total)[:, 0].tolist()
+    return [token if ok else None for token, ok in zip(tokens, (total[:, 0] > 0).tolist(), strict=True)]
+
+
+def _at_least(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    return weights.masked_fill(weights < least[:, None], 0.0)
+
+
+def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The least weight in the smallest set of best tokens whose share reaches `top_p` (arXiv 1904.09751)."""
+    wanted = top_p * weights.sum(dtype=torch.float64)
+    for count in (min(_FIRST_CUT, len(weights)), len(weights)):
+        best = weights.topk(count).values
+        reached = (best.cumsum(-1, dtype=torch.float64) >= wanted).nonzero()
+        if len(reached):
+            return best[reached[0, 0]]
+    return best[-1]
+
+
+def _logprobs(logprobs: torch.Tensor, token: int, k: int) -> TokenLogprobs:
+    """Of the model's own distribution, before temperature and edits."""
+    best = logprobs.topk(min(k, len(logprobs)))
+    pairs = zip(best.indices.tolist(), best.values.clamp(min=LOWEST_LOGPROB).tolist(), strict=True)
+    return TokenLogprobs(max(float(logprobs[token]), LOWEST_LOGPROB), list(pairs))
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in (0, 1) from a hash of its arguments: splitmix64 over the three words (Steele et al., OOPSLA 2014)."""
+    mask, state = (1 << 64) - 1, 0
+    for word in (seed, choice, position):
+        state = (state ^ (word & mask)) + 0x9E3779B97F4A7C15 & mask
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & mask
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & mask
+        state ^= state >> 31
+    return ((state >> 11) + 0.5) / (1 << 53)
