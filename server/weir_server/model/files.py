@@ -18,10 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from weir_server.link.errors import UserError
+
 PACKAGE = "package://"
 
 
-class ModelError(Exception):
+class ModelError(UserError):
     """The user's model cannot be served; one sentence that says what was looked for and where."""
 
 
