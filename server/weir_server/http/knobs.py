@@ -1,0 +1,127 @@
+"""The knobs' targets: envelope, fence, lease, fallback and objectives. Pure: the time (monotonic seconds) is an argument.
+
+Rules, as in the contract: a writer older than one seen is refused (409), so is one who means another process; the same
+(epoch, seq) with the same content renews the lease; values outside the envelope change nothing (422); an expired or
+returned lease puts the fallback in force. Objectives are not leased: they stay until the next write.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from weir_server.contract import KNOBS, Envelope, Fence, Knobs, KnobsRequest, Slo
+
+
+class KnobError(Exception):
+    """A refused write: `status` and a JSON-ready `body`."""
+
+    def __init__(self, status: int, message: str, **details: Any) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": "invalid_request_error"}, **details}
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    fence: Fence
+    content: KnobsRequest | None
+
+
+class KnobBoard:
+    """What is asked of the engine now (`target`) and why. One writer: the control routes, and `tick` for expiry."""
+
+    def __init__(self, instance: str, envelope: Envelope, boot: Knobs, slo: Slo, chunk_bytes: int) -> None:
+        self.instance = instance
+        self.envelope = envelope
+        self.boot = boot
+        self.target = boot
+        self.fallback = boot
+        self.slo = slo
+        self.draining = False
+        self.expirations = 0
+        self._chunk = chunk_bytes
+        self._expires: float | None = None
+        self._seen = _Seen(Fence(), None)
+
+    @property
+    def fence(self) -> Fence:
+        return self._seen.fence
+
+    def expires_in(self, now: float) -> float | None:
+        return None if self._expires is None else max(0.0, self._expires - now)
+
+    def put(self, request: KnobsRequest, now: float) -> None:
+        """Apply a write whole or raise KnobError and change nothing."""
+        self.check_fence(request.instance, request.epoch, request.seq)
+        fence = Fence(request.epoch, request.seq)
+        if fence == self.fence and self._seen.content is not None and _content(request) != _content(self._seen.content):
+            raise KnobError(409, f"seq {request.seq} was seen with other content")
+        if self.draining:
+            raise KnobError(503, "the server is draining")
+        knobs, fallback = self._checked(request.knobs), self._checked(request.fallback or {})
+        self.slo = self._changed_slo(request.slo)
+        self._seen = _Seen(fence, request)
+        self.fallback = self.fallback.merged(fallback)
+        if request.lease_seconds <= 0:
+            self._give_back()
+        else:
+            self.target = self.target.merged(knobs)
+            self._expires = now + request.lease_seconds
+
+    def check_fence(self, instance: str, epoch: int, seq: int) -> None:
+        """Raises KnobError 409 for a writer who means another process or is older than one seen."""
+        if instance != self.instance:
+            raise KnobError(409, f"this is instance {self.instance}")
+        if (epoch, seq) < (self.fence.epoch, self.fence.seq):
+            raise KnobError(409, f"(epoch, seq) ({epoch}, {seq}) is older than ({self.fence.epoch}, {self.fence.seq})")
+
+    def drain(self, instance: str, epoch: int, seq: int) -> None:
+        self.check_fence(instance, epoch, seq)
+        self._seen = _Seen(Fence(epoch, seq), None)
+        self.draining = True
+
+    def tick(self, now: float) -> bool:
+        """Did the lease expire just now? Then the fallback is the target."""
+        if self._expires is None or now < self._expires:
+            return False
+        self.expirations += 1
+        self._give_back()
+        return True
+
+    def _give_back(self) -> None:
+        self._expires = None
+        self.target = self.fallback
+
+    def _checked(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        """`changes` with types and bounds checked; a budget in whole chunks."""
+        out: dict[str, Any] = {}
+        for name, value in changes.items():
+            if name not in KNOBS:
+                raise KnobError(400, f"{name!r} is no knob; the knobs are {', '.join(KNOBS)}", knob=name)
+            if name == "kv_cache_budget" and value is None and self.envelope.kv_cache_budget is None:
+                continue  # what a server without this knob says of itself may be said back
+            whole = name != "admission_watermark"
+            if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not math.isfinite(value):
+                raise KnobError(400, f"{name} must be {'an integer' if whole else 'a number'}", knob=name)
+            if (bound := self.envelope.violation(name, value)) is not None:
+                raise KnobError(422, f"{name} {value} is outside the envelope", knob=name, value=value, bound=bound)
+            out[name] = value // self._chunk * self._chunk if name == "kv_cache_budget" else value
+        return out
+
+    def _changed_slo(self, values: Mapping[str, float] | None) -> Slo:
+        if not values:
+            return self.slo
+        for name, value in values.items():
+            if name not in ("ttft", "tpot"):
+                raise KnobError(400, f"{name!r} is no objective; the objectives are ttft and tpot")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise KnobError(400, f"slo.{name} must be a positive number of seconds")
+        new = replace(self.slo, **values)
+        return self.slo if new == self.slo else replace(new, generation=self.slo.generation + 1)
+
+
+def _content(request: KnobsRequest) -> dict[str, Any]:
+    return {k: v for k, v in asdict(request).items() if k != "lease_seconds"}
