@@ -1,0 +1,125 @@
+"""The `cpu` backend: the C kernels of kernels.c through ctypes, one call for each operation of a layer.
+
+The library is an optional extension of the wheel: where no compiler was at hand it is absent, and `gather` serves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from weir_server.exec.gather import rotary_table
+from weir_server.exec.pool import KvPool
+from weir_server.exec.step import Step
+from weir_server.model.config import DecoderConfig
+
+_LANES = 16
+
+
+class UnsupportedError(Exception):
+    """Why this backend cannot serve here; a clause for one log line."""
+
+
+class _Attention(ctypes.Structure):
+    """`Attention` of kernels.c."""
+
+    _fields_ = [
+        ("pool", ctypes.c_void_p), ("chunk", ctypes.c_int64), ("half", ctypes.c_int64),
+        ("heads", ctypes.c_int), ("kv_heads", ctypes.c_int), ("dim", ctypes.c_int), ("page", ctypes.c_int),
+        ("table_width", ctypes.c_int),
+        ("positions", ctypes.c_void_p), ("row_of", ctypes.c_void_p), ("tables", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("scratch_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+def load_library() -> ctypes.CDLL:
+    """The compiled kernels. Raises UnsupportedError where there are none, or where torch brings no OpenMP that they can use."""
+    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
+    if not found:
+        raise UnsupportedError("the C kernels were not built")
+    try:
+        library = ctypes.CDLL(str(found[0]))
+    except OSError as e:
+        raise UnsupportedError(f"the C kernels do not load: {e}") from None
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    library.weir_add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, ctypes.c_float]
+    library.weir_silu_mul.argtypes = [pointer, pointer, number, number]
+    library.weir_attention.argtypes = [pointer, pointer, pointer, number, pointer, number, ctypes.c_int64]
+    for name in ("weir_add_rms_norm", "weir_silu_mul", "weir_attention"):
+        getattr(library, name).restype = None
+    return library
+
+
+class CpuBackend:
+    name = "cpu"
+    page_multiple = _LANES
+
+    def __init__(self, *, config: DecoderConfig, pool: KvPool) -> None:
+        """Raises UnsupportedError."""
+        c = config
+        for what, size in (("head_dim", c.head_dim), ("hidden", c.hidden), ("ffn", c.ffn), ("page size", pool.page_size)):
+            if size % _LANES:
+                raise UnsupportedError(f"the C kernels need a {what} that is a multiple of {_LANES}, not {size}")
+        self.config, self.pool, self.library = config, pool, load_library()
+        self.cos, self.sin = rotary_table(config)
+        self.queries = int(self.library.weir_max_queries())
+        self.scratch = torch.empty(0)
+
+    def bind(self, step: Step) -> CpuOps:
+        return CpuOps(self, step)
+
+    def scratch_for(self, longest: int) -> tuple[int, int]:
+        """Address of room for the scores of one tile for each thread, and its floats a thread; it only grows."""
+        stride = self.queries * -(-longest // 256) * 256
+        if self.scratch.numel() < stride * torch.get_num_threads():
+            self.scratch = torch.empty(stride * torch.get_num_threads())
+        return self.scratch.data_ptr(), stride
+
+
+class CpuOps:
+    """See model.decoder.Ops."""
+
+    def __init__(self, backend: CpuBackend, step: Step) -> None:
+        c, pool = backend.config, backend.pool
+        self.library, self.config, self.step = backend.library, c, step
+        self.row_of = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
+        self.tiles = _tiles(step.starts, max(1, backend.queries // (c.heads // c.kv_heads)))
+        self.work = int(step.positions.sum(dtype=np.int64) + len(step.positions)) * c.heads * c.head_dim * 2
+        scratch, stride = backend.scratch_for(step.longest)
+        self.first_layer, self.layer_bytes = pool.keys.data_ptr(), 2 * 4 * pool.half_floats
+        self.attention_args = _Attention(
+            0, pool.chunk_floats, pool.half_floats, c.heads, c.kv_heads, c.head_dim, pool.page_size, step.tables.shape[1],
+            step.positions.ctypes.data, self.row_of.ctypes.data, step.tables.ctypes.data,
+            backend.cos.data_ptr(), backend.sin.data_ptr(), stride, scratch,
+        )  # fmt: skip
+
+    def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(residual)
+        self.library.weir_add_rms_norm(
+            None if x is None else x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *residual.shape,
+            self.config.rms_eps,
+        )  # fmt: skip
+        return out
+
+    def silu_mul(self, *, gate_up: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(gate_up), self.config.ffn)
+        self.library.weir_silu_mul(gate_up.data_ptr(), out.data_ptr(), *out.shape)
+        return out
+
+    def attention(self, *, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(len(qkv), self.config.heads * self.config.head_dim)
+        self.attention_args.pool = self.first_layer + layer * self.layer_bytes
+        self.library.weir_attention(
+            ctypes.byref(self.attention_args), qkv.data_ptr(), out.data_ptr(), len(qkv), self.tiles.ctypes.data,
+            len(self.tiles), self.work,
+        )  # fmt: skip
+        return out
+
+
+def _tiles(starts: np.ndarray, most: int) -> np.ndarray:
+    """Cut each row's tokens into runs of at most `most`: int32 [tiles, 2] of (first token, count)."""
+    runs = [(t, min(most, end - t)) for begin, end in zip(starts[:-1], starts[1:], strict=True) for t in range(begin, end, most)]
+    return np.array(runs, np.int32)
