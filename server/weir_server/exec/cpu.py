@@ -6,6 +6,7 @@ The library is an optional extension of the wheel: where no compiler was at hand
 from __future__ import annotations
 
 import ctypes
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,10 @@ import torch
 
 from weir_server.exec.gather import rotary_table
 from weir_server.exec.pool import KvPool
-from weir_server.exec.step import Step
+from weir_server.exec.step import Step, UnsupportedError
 from weir_server.model.config import DecoderConfig
 
 _LANES = 16
-
-
-class UnsupportedError(Exception):
-    """Why this backend cannot serve here; a clause for one log line."""
 
 
 class _Attention(ctypes.Structure):
@@ -121,5 +118,5 @@ class CpuOps:
 
 def _tiles(starts: np.ndarray, most: int) -> np.ndarray:
     """Cut each row's tokens into runs of at most `most`: int32 [tiles, 2] of (first token, count)."""
-    runs = [(t, min(most, end - t)) for begin, end in zip(starts[:-1], starts[1:], strict=True) for t in range(begin, end, most)]
+    runs = [(t, min(most, end - t)) for begin, end in pairwise(starts) for t in range(begin, end, most)]
     return np.array(runs, np.int32)

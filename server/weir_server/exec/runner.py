@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from weir_server.contract import Geometry
-from weir_server.exec.cpu import CpuBackend, UnsupportedError
-from weir_server.exec.gather import GatherBackend
+from weir_server.exec.backends import Backend, choose_backend
 from weir_server.exec.interface import RowResult, RowWork
 from weir_server.exec.pool import KvPool, chunk_bytes
-from weir_server.exec.step import Step, flatten
-from weir_server.link.messages import Boot, Sampling
-from weir_server.model.config import DecoderConfig
-from weir_server.model.decoder import Decoder, Ops
+from weir_server.exec.step import flatten
+from weir_server.link.messages import Boot
+from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
 from weir_server.model.linear import probe
 from weir_server.model.loader import load_checkpoint
 from weir_server.model.sampler import Draw, sample
 
 log = logging.getLogger(__name__)
-
-
-class Backend(Protocol):
-    """Attention and the small operations around it, over one pool. `page_multiple` divides every page size it serves."""
-
-    name: str
-    page_multiple: int
-
-    def bind(self, step: Step) -> Ops: ...
 
 
 def load(boot: Boot) -> LoadedModel:
@@ -96,44 +83,6 @@ class LoadedModel:
         a block's id is its chunk's index, so rows own blocks 2 … num_chunks-1."""
         pool = KvPool(self.config, self.boot.page_size, num_chunks)
         return ModelRunner(self.decoder, pool, choose_backend(self.config, pool), self.geometry(self.boot.page_size))
-
-
-def choose_backend(config: DecoderConfig, pool: KvPool) -> Backend:
-    """`cpu` where it can serve this model and agrees with the oracle on a small step, else `gather` and a log line."""
-    try:
-        backend = CpuBackend(config=config, pool=pool)
-        self_test(CpuBackend, config)
-    except UnsupportedError as e:
-        log.warning("attention backend: gather, because %s", e)
-        return GatherBackend(config=config, pool=pool)
-    log.info("attention backend: cpu")
-    return backend
-
-
-def self_test(make: Callable[..., Backend], config: DecoderConfig) -> None:
-    """Raises UnsupportedError if a backend differs from `gather` on one layer over a prefill and a mixed step."""
-    config = dataclasses.replace(config, layers=1, context=min(config.context, 64))
-    width = (config.heads + 2 * config.kv_heads) * config.head_dim
-    generator = torch.Generator().manual_seed(3)
-    qkv = torch.randn(2, 48, width, generator=generator)
-    gate_up, hidden = torch.randn(48, 2 * config.ffn, generator=generator), torch.randn(48, config.hidden, generator=generator)
-    page, sampling = 16, Sampling(max_tokens=1)
-    steps = [[(range(21), 0, [2, 3]), (range(7), 0, [4])], [(range(20), 21, [2, 3, 5]), ([1], 7, [4]), (range(5), 0, [6])]]
-    results: list[list[torch.Tensor]] = []
-    for build in (GatherBackend, make):
-        backend = build(config=config, pool=KvPool(config, page, 7))
-        out = []
-        for inputs, rows in zip(qkv, steps, strict=True):
-            step = flatten([RowWork(list(t), s, b, True, sampling, 0, list(t), 1) for t, s, b in rows], page)
-            ops, n = backend.bind(step), len(step.tokens)
-            out += [
-                ops.attention(layer=0, qkv=inputs[:n].clone()), ops.silu_mul(gate_up=gate_up[:n]),
-                ops.add_rms_norm(x=hidden[:n], residual=hidden[:n].clone(), weight=hidden[0]),
-            ]  # fmt: skip
-        results.append(out)
-    worst = max(float((a - b).abs().max()) for a, b in zip(*results, strict=True))
-    if not worst < 1e-4:
-        raise UnsupportedError(f"the backend differs from the oracle by {worst:.1e}")
 
 
 class ModelRunner:

@@ -11,6 +11,10 @@ import torch
 from weir_server.exec.interface import RowWork
 
 
+class UnsupportedError(Exception):
+    """Why a backend cannot serve here; a clause for one log line."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """T tokens of R rows. A token attends to positions 0 … its own of its row."""

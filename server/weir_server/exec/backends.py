@@ -1,0 +1,82 @@
+"""What an attention backend is, and the choice of one: the fastest that can serve and that agrees with the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Protocol
+
+import torch
+
+from weir_server.exec.cpu import CpuBackend
+from weir_server.exec.gather import GatherBackend
+from weir_server.exec.interface import RowWork
+from weir_server.exec.pool import KvPool
+from weir_server.exec.step import Step, UnsupportedError, flatten
+from weir_server.link.messages import Sampling
+from weir_server.model.config import DecoderConfig
+from weir_server.model.decoder import Ops
+
+log = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """Attention and the small operations around it, over one pool. `page_multiple` divides every page size it serves."""
+
+    name: str
+    page_multiple: int
+
+    def __init__(self, *, config: DecoderConfig, pool: KvPool) -> None:
+        """Raises UnsupportedError where it cannot serve this model, page size or machine."""
+        ...
+
+    def bind(self, step: Step) -> Ops:
+        """The operations of one step."""
+        ...
+
+
+def choose_backend(config: DecoderConfig, pool: KvPool) -> Backend:
+    """`cpu` where it can serve this model and passes its self-test, else `gather` and a log line."""
+    try:
+        self_test(CpuBackend, config, pool.page_size)
+        backend = CpuBackend(config=config, pool=pool)
+    except UnsupportedError as e:
+        log.warning("attention backend: gather, because %s", e)
+        return GatherBackend(config=config, pool=pool)
+    log.info("attention backend: cpu")
+    return backend
+
+
+_STEPS = (
+    (((0, 21), (2, 3)), ((0, 7), (4,))),  # two prompts
+    (((21, 41), (2, 3, 5)), ((7, 8), (4,)), ((0, 5), (6,))),  # a prompt goes on, a row decodes, another prompt begins
+)
+"""Rows of the self-test's two steps: positions from … to, blocks."""
+
+
+def self_test(make: type[Backend], config: DecoderConfig, page_size: int) -> None:
+    """Raises UnsupportedError if a backend differs from `gather` in one layer, over a prefill and a mixed step."""
+    config = dataclasses.replace(config, layers=1, context=min(config.context, 64))
+    builds: tuple[type[Backend], ...] = (GatherBackend, make)
+    want, got = (_outputs(build(config=config, pool=KvPool(config, page_size, 7)), config, page_size) for build in builds)
+    worst = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
+    if not worst < 1e-4:
+        raise UnsupportedError(f"the backend {make.name} differs from the oracle by {worst:.1e}")
+
+
+def _outputs(backend: Backend, config: DecoderConfig, page_size: int) -> list[torch.Tensor]:
+    """All operations' results on fixed random inputs."""
+    generator = torch.Generator().manual_seed(3)
+    out = []
+    for rows in _STEPS:
+        work = [
+            RowWork(range(b - a), a, blocks, True, Sampling(max_tokens=1), 0, range(b), 1) for (a, b), blocks in rows
+        ]
+        step = flatten(work, page_size)
+        n, ops = len(step.tokens), backend.bind(step)
+        qkv = torch.randn(n, (config.heads + 2 * config.kv_heads) * config.head_dim, generator=generator)
+        gate_up = torch.randn(n, 2 * config.ffn, generator=generator)
+        hidden, weight = torch.randn(n, config.hidden, generator=generator), torch.randn(config.hidden, generator=generator)
+        out += [ops.attention(layer=0, qkv=qkv), ops.silu_mul(gate_up=gate_up)]
+        out += [ops.add_rms_norm(x=hidden.flip(0), residual=hidden, weight=weight), hidden]
+    return out
