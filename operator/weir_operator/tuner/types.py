@@ -1,8 +1,8 @@
 """The values that go into one decision of the tuner and come out of it.
 
-`decide(state, pods, spec, now) -> Decision` is pure: what it may know is in these types, and what it wants done is too. All of
-them go to JSON and back without loss, so any decision can be saved, resumed after a restart, and replayed.
-Units: seconds, rows, bytes, rows per second. Clock: `Poll.at` and `now` are the operator's; times inside a `Window` are the pod's.
+`decide(state, pods, spec, now) -> Decision` is pure: what it may know is in these types, and what it wants done is too. They
+go to JSON and back without loss, so any decision can be saved, resumed after a restart, and replayed. Units: seconds, rows,
+bytes, rows per second. Clocks: `Poll.at` and `now` are the operator's; times inside a `Window` are the pod's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TunerSpec:
-    """What the user declared. `bounds`: knob → (min, max), an end that is None means the envelope's. `initial`: knob → value."""
+    """What the user declared. `bounds`: knob → (min, max), where None means the envelope's end. `initial`: knob → value."""
 
     ttft: float | None
     tpot: float | None
@@ -73,7 +73,7 @@ class Poll:
 
 @dataclass(frozen=True, slots=True)
 class PodView:
-    """What is known of one pod now. `polls`: oldest first, the last HISTORY_SECONDS; `control`: the last state that was read."""
+    """What is known of one pod. `polls`: oldest first, the last HISTORY_SECONDS; `control`: the last state that was read."""
 
     name: str
     pod_class: str
@@ -101,30 +101,28 @@ class PodView:
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """The traffic as the law sees it, smoothed. `offered` is λ; `quantiles` are λ's where it spreads more than Poisson, else (λ,)."""
+    """The traffic as the law sees it, smoothed. `quantiles` are λ's where it spreads more than Poisson, else (λ,)."""
 
-    offered: float  # rows per second, refusals included, retries discounted
+    offered: float  # λ: rows per second, refusals included, retries discounted
     quantiles: tuple[float, ...]
     output: float  # O: generated tokens per row
     prefill: float  # ρ: prefilled tokens (uncached and recomputed) per generated token
     context: float  # context tokens read per decoding row and step
     ticks: int = 1  # how many are in the means
-    odd_ticks: int = 0  # ticks in a row whose ρ lay far from the smoothed one
+    odd_ticks: int = 0  # ticks in a row that lay far from the means, signed by the side
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A move that has not been judged yet, with what was predicted for it."""
+    """A move of batch, watermark or budget that is not judged yet, with what was predicted for it."""
 
     at: float  # operator's clock
     before: Mapping[str, float]
     after: Mapping[str, float]
-    raised_batch: bool
-    predicted_goodput: float  # rows per second
-    predicted_interval: float  # y at the rows expected, seconds
-    observed_before: float | None  # goodput of the window that led to the move
     offered: float  # λ then
-    drained: float | None = None  # pod's clock: when the queue first fitted its new depth
+    predicted_goodput: float | None = None  # rows per second; None where the rule predicts none
+    predicted_interval: float | None = None  # mean time per output token, seconds
+    goodput_before: float | None = None  # of the window that led to the move
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +130,6 @@ class PodState:
     """All that the tuner remembers of one pod between two calls."""
 
     instance: str
-    since: float  # operator's clock: when this process was first seen
     seen: float  # pod's clock: the last window that went into the sums
     prior: Plant | None = None  # as the server measured itself at boot
     sums: Mapping[str, float] = field(default_factory=dict)  # discounted sums of the regression
@@ -144,10 +141,12 @@ class PodState:
     reversal_ticks: int = 0  # ticks in a row that wanted the other one
     misses: int = 0  # predictions off in a row
     distrust: int = 0  # 0: moves are free; 1: steps of one; 2: hold the verified setting
+    hold_until: float = 0.0
     verified: Mapping[str, float] = field(default_factory=dict)  # last setting whose prediction came true
     ceiling: int | None = None  # a batch size that failed
     ceiling_until: float = 0.0
     ceiling_times: int = 0
+    emergency_at: float | None = None
     memory_cut_at: float | None = None
     kv_bound_ticks: int = 0  # settled windows in a row that waited for KV
     calm_since: float | None = None  # no preemption since

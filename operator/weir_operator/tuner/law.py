@@ -1,0 +1,159 @@
+"""The set-point law of the tuner: one pure function.
+
+A tick of one pod: learn from what is new; stop where nothing may move (paused, draining, stale); emergencies; the verdict on
+the last move; preemption and memory; and if none of these had cause, the best predicted setting. One of batch, watermark and
+budget moves per settled window; the queue depth may always. docs/tuning-law.md states the law, its constants and its flaws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from weir_operator.tuner import learn
+from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out, hold, open_case
+from weir_operator.tuner.chain import Model, predict
+from weir_operator.tuner.knobs import back_inside, limits
+from weir_operator.tuner.pressure import emergency, pressure, watch
+from weir_operator.tuner.setpoint import NIL, Choice, Reach, choose
+from weir_operator.tuner.settle import adopt, settle
+from weir_operator.tuner.types import Decision, Move, Outcome, PodState, PodView, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather
+
+REVERSAL_GAIN, REVERSAL_TICKS = 1.10, 2
+
+
+def decide(state: TunerState, pods: Mapping[str, PodView], spec: TunerSpec, now: float) -> Decision:
+    """Called at every poll. Between ticks only emergencies act and leave a record; at a tick every pod gets one record.
+
+    A pod that is not in `pods` is forgotten. The first call starts the clock; a clock that jumps starts it again.
+    """
+    waits = state.next_tick is not None and now < state.next_tick <= now + spec.tick_seconds
+    due = state.next_tick is not None and now >= state.next_tick
+    after: dict[str, PodState] = {}
+    moves: list[Move] = []
+    records: list[Record] = []
+    for name, view in pods.items():
+        known = state.pods.get(name)
+        case = open_case(known, view, spec, now)
+        if case is None:
+            step = _unread(known, view, now) if due else Step(known)
+        else:
+            step = _tick(case) if due else emergency(case) or Step(case.state)
+        if step.state is not None:
+            after[name] = step.state
+        moves += [step.move] if step.move else []
+        records += [step.record] if step.record else []
+    return Decision(TunerState(state.next_tick if waits else now + spec.tick_seconds, after), tuple(moves), tuple(records))
+
+
+def _unread(known: PodState | None, view: PodView, now: float) -> Step:
+    outcome = Outcome.STALE_METRICS if known else Outcome.WARMING
+    return Step(known, record=Record(now, view.name, "gate", outcome, "no window of this pod is at hand"))
+
+
+def _tick(case: Case) -> Step:
+    evidence = gather(case.windows, case.spec.tick_seconds)
+    if evidence is not None and not case.stale:
+        case = replace(case, state=learn.absorb(case.state, case.windows, evidence.source))
+        case = replace(case, state=watch(case))
+    if case.frozen:
+        return hold(case, Outcome.FROZEN, case.frozen)
+    if case.stale:
+        return hold(case, Outcome.STALE_METRICS, "no window in the last three polls: nothing moves on old news")
+    if evidence is None:
+        return hold(case, Outcome.WARMING, "the pod is new: there is no difference of windows yet")
+    if step := emergency(case):
+        return step
+    if outside := back_inside(case.last.target, case.last, case.spec):
+        return carry_out(case, Change("bounds", "the value in force lies outside the bounds", outside))
+    case = adopt(case)
+    if pending := case.state.pending:
+        settled = settle(case, pending, evidence, lambda c, free: _setpoint(c, evidence, free))
+        if isinstance(settled, Step):
+            return settled
+        case = settled
+    if case.state.distrust == 2:
+        if case.now < case.state.hold_until:
+            return hold(case, Outcome.MISPREDICTED, "predictions failed four times: holding the verified setting", "verdict")
+        case = case.with_state(distrust=0, spread={}, prefill={}, sums={})
+    return pressure(case) or _setpoint(case, evidence, batch_free=True)
+
+
+def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
+    """Rule 5, and rule 3 where there is something to go by."""
+    spec, span = case.spec, evidence.span
+    if spec.ttft is None or spec.tpot is None:
+        return hold(case, Outcome.NO_OBJECTIVES, "both latency objectives are needed to weigh one setting against another")
+    recent = back_to(case.windows, spec.tick_seconds - 1.0)
+    if recent is not None and recent.offered == 0 and case.last.running == 0 and case.last.waiting == 0:
+        return hold(case, Outcome.IDLE, "no traffic: what was learned is kept and nothing is lowered", "idle")
+    pod = learn.model(case.state, case.windows, span)
+    if pod is None or not evidence.enough or sum(case.state.spread.values()) < MIN_INTERVALS - 0.5:
+        shown = {"intervals": float(evidence.intervals), "completions": evidence.completions, "seconds": span.seconds}
+        return hold(case, Outcome.INSUFFICIENT_DATA, "too few finished rows to predict from", "set-point", Shown(shown))
+    reach = _reach(case, span.head_wait)
+    if not batch_free:
+        reach = reach.held()
+    choice = choose(pod, spec.ttft, spec.tpot, reach)
+    case, choice, confirming = _turn(case, pod, reach, choice, spec.ttft, spec.tpot)
+    inputs = _inputs(pod, choice)
+    knobs = _differences(reach, choice)
+    if not knobs or not choice.gains:
+        if confirming:
+            reason = "the batch is wanted the other way: a second tick must want it too"
+            return hold(case, Outcome.CONFIRMING, reason, "set-point", Shown(inputs))
+        return hold(case, Outcome.HOLDING, _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
+    expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
+    reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
+    clean = span.old.monotonic >= case.last.settled_at
+    return carry_out(case, Change(
+        "set-point", reason, knobs, Shown(inputs, expected.shown), goodput_before=span.good / span.seconds if clean else None
+    ))
+
+
+def _reach(case: Case, head_wait: Mapping[str, float]) -> Reach:
+    """The batch may be raised only where slots are what the head of the queue waits for most."""
+    state, target = case.state, case.last.target
+    low, high = case.batch_limits()
+    if state.ceiling is not None and case.now < state.ceiling_until:
+        high = max(min(high, state.ceiling - 1), min(high, target.max_batch_size))
+    shallow, deep = limits("max_queue_depth", case.last, case.spec) or (target.max_queue_depth,) * 2
+    slots = head_wait.get("slots", 0.0)
+    return Reach(
+        target.max_batch_size, target.max_queue_depth, (low, high), (int(shallow), int(deep)),
+        may_raise=slots > 0 and slots >= max(head_wait.values()), one_step=state.distrust == 1,
+    )
+
+
+def _turn(case: Case, pod: Model, reach: Reach, choice: Choice, ttft: float, tpot: float) -> tuple[Case, Choice, bool]:
+    """A change of direction must gain 10 % in two ticks running; until then the batch stays."""
+    if (choice.batch - reach.batch) * case.state.direction >= 0:
+        return case.with_state(reversal_ticks=0), choice, False
+    ticks = case.state.reversal_ticks + 1 if choice.goodput >= REVERSAL_GAIN * choice.present else 0
+    case = case.with_state(reversal_ticks=ticks)
+    if ticks >= REVERSAL_TICKS:
+        return case, choice, False
+    return case, choose(pod, ttft, tpot, reach.held()), ticks > 0
+
+
+def _differences(reach: Reach, choice: Choice) -> dict[str, float]:
+    pairs = {"max_batch_size": (reach.batch, choice.batch), "max_queue_depth": (reach.depth, choice.depth)}
+    return {knob: new for knob, (old, new) in pairs.items() if new != old}
+
+
+def _why_hold(choice: Choice, pod: Model, head_wait: Mapping[str, float]) -> str:
+    if choice.present <= NIL * pod.mix.offered:
+        return "no setting within reach is predicted to meet the objectives"
+    bound = max(head_wait, key=lambda k: head_wait[k], default="slots")
+    if bound != "slots" and head_wait[bound] > 0:
+        return f"the queue waits for {bound}, not for slots: a larger batch would not help"
+    return "no other setting is predicted to be better by 4 %"
+
+
+def _inputs(pod: Model, choice: Choice) -> dict[str, float]:
+    p, m = pod.plant, pod.mix
+    return {
+        "a": p.a, "b": p.b, "c": p.c, "p": p.p, "offered": m.offered, "output": m.output, "prefill": m.prefill,
+        "context": m.context, "present_goodput": choice.present, "best_goodput": choice.goodput,
+    }

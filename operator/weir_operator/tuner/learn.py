@@ -1,0 +1,83 @@
+"""What one tick teaches about a pod: the plant, the traffic, and the spreads z and f that neither explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from weir_operator.tuner import chain, mix, plant
+from weir_operator.tuner.chain import Model
+from weir_operator.tuner.types import Mix, PodState
+from weir_operator.tuner.window import Span
+from weir_server.contract import Plant, Window
+
+SAMPLES = 600.0
+"""About so many times per token, and prefill times, are remembered."""
+COMPANY_POLLS = 3
+"""The rows that a finished row had beside it are taken over this many polls."""
+
+
+def unseen(state: PodState, windows: Sequence[Window]) -> list[Window]:
+    """The readings that are not in the sums yet, after the one that is."""
+    first = max((i for i, w in enumerate(windows) if w.monotonic <= state.seen), default=0)
+    return list(windows[first:])
+
+
+def absorb(state: PodState, windows: Sequence[Window], source: str) -> PodState:
+    """The state after one more tick. An idle tick changes nothing: what was learned stays."""
+    new = unseen(state, windows)
+    if len(new) < 2:
+        return state
+    span = Span(new[0], new[-1])
+    state = replace(state, seen=span.new.monotonic)
+    if span.steps <= 0:
+        return state
+    traffic, shifted = mix.smooth(state.mix, mix.observe(span), span.offered)
+    state = replace(state, sums=plant.forget(state.sums, span.sums), mix=traffic)
+    if shifted:
+        state = replace(state, prefill={}, direction=0, reversal_ticks=0, misses=0)
+    fitted = plant.fit(state.sums, state.prior)
+    if fitted is None or traffic is None:
+        return state
+    return _spreads(state, Model(fitted, traffic, {}, {}), windows, len(new) - 1, source)
+
+
+def _spreads(state: PodState, model: Model, windows: Sequence[Window], fresh: int, source: str) -> PodState:
+    """Add the finished rows of the last `fresh` polls, each measured against y with the rows that ran then."""
+    z: dict[int, float] = {}
+    f: dict[int, float] = {}
+    for at in range(len(windows) - fresh, len(windows)):
+        piece = Span(windows[at - 1], windows[at])
+        company = Span(windows[max(0, at - COMPANY_POLLS)], windows[at]).company
+        if company is None:
+            continue
+        y = model.interval(company)
+        if y <= 0:
+            continue
+        z = chain.blend(z, chain.scaled(piece.settled(source), y), SAMPLES)
+        f = chain.blend(f, chain.scaled(piece.histogram("prefill_seconds"), y * model.stretch(company)), SAMPLES)
+    return replace(state, spread=chain.blend(state.spread, z, SAMPLES), prefill=chain.blend(state.prefill, f, SAMPLES))
+
+
+def model(state: PodState, windows: Sequence[Window], evidence: Span) -> Model | None:
+    """The pod as the chain needs it, or None while something is not known."""
+    fitted = plant.fit(state.sums, state.prior)
+    if fitted is None or state.mix is None or not state.spread:
+        return None
+    return Model(fitted, mix.spread(state.mix, windows), state.spread, state.prefill, _kv_rows(windows[-1], evidence))
+
+
+def _kv_rows(window: Window, evidence: Span) -> float:
+    budget, each = window.effective.kv_cache_budget, evidence.row_bytes
+    if budget is None or not each:
+        return math.inf
+    return budget * (1.0 - window.effective.admission_watermark) / each
+
+
+def row_seconds(fitted: Plant | None, traffic: Mix | None, prefill: Mapping[int, float], rows: float) -> float:
+    """About how long a row is served with so many in the batch."""
+    if fitted is None or traffic is None:
+        return 0.0
+    m = Model(fitted, traffic, {}, prefill)
+    return (traffic.output + m.mean_prefill) * m.interval(m.decoding(max(1, math.ceil(rows))))

@@ -1,0 +1,72 @@
+"""The traffic, smoothed: what is offered, how long rows are, what prefill and context they bring.
+
+Smoothing keeps 0.9 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its
+mean, on the same side, for two ticks: then the means start again from the last tick. An idle tick changes nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from weir_operator.tuner.types import Mix
+from weir_operator.tuner.window import Span
+from weir_server.contract import Window
+
+KEEP = 0.9
+LOW, HIGH = 0.6, 1.6
+SHIFT_TICKS = 2
+MIN_RATE_ROWS = 20  # a tick with fewer rows says too little of λ to call it a shift
+OVERDISPERSED = 1.6  # variance ÷ mean of arrivals per poll; Poisson has 1
+MIN_BINS = 12
+QUANTILES = 6
+
+
+def observe(span: Span) -> Mix | None:
+    """The traffic of one span, or None where it shows none."""
+    generated, rows = span.total("generated_tokens"), span.completed + 0.5 * (span.new.running - span.old.running)
+    decoded = span.sums["decode_rows"]
+    if span.seconds <= 0 or generated <= 0 or rows < 1 or decoded <= 0 or span.offered <= 0:
+        return None
+    rate = span.offered / span.seconds
+    return Mix(
+        offered=rate,
+        quantiles=(rate,),
+        output=max(1.0, generated / rows),
+        prefill=span.sums["prefill_tokens"] / generated,
+        context=span.sums["context_tokens"] / decoded,
+    )
+
+
+def smooth(mix: Mix | None, seen: Mix | None, rows: float) -> tuple[Mix | None, bool]:
+    """The mix after one more tick that brought `rows`, and whether it shifted."""
+    if seen is None or mix is None:
+        return (seen or mix), False
+    side = _side(seen.prefill, mix.prefill) or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
+    odd = side * (abs(mix.odd_ticks) + 1 if side * mix.odd_ticks > 0 else 1) if side else 0
+    if abs(odd) >= SHIFT_TICKS:
+        return seen, True
+    ticks = mix.ticks + 1
+    new = max(1.0 - KEEP, 1.0 / ticks)
+    mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("offered", "output", "prefill", "context")}
+    return replace(mix, ticks=ticks, odd_ticks=odd, quantiles=(mean["offered"],), **mean), False
+
+
+def _side(value: float, mean: float) -> int:
+    return 1 if value > HIGH * mean else -1 if value < LOW * mean else 0
+
+
+def spread(mix: Mix, windows: Sequence[Window]) -> Mix:
+    """With λ's quantiles over the polls where arrivals spread more than Poisson, scaled to the smoothed mean."""
+    spans = [Span(a, b) for a, b in pairwise(windows) if b.monotonic > a.monotonic]
+    counts = [s.offered for s in spans]
+    mean = statistics.fmean(counts) if counts else 0.0
+    if len(counts) < MIN_BINS or mean <= 0 or statistics.variance(counts) < OVERDISPERSED * mean:
+        return replace(mix, quantiles=(mix.offered,))
+    rates = sorted(s.offered / s.seconds for s in spans)
+    cuts = [len(rates) * i // QUANTILES for i in range(QUANTILES + 1)]
+    means = [statistics.fmean(rates[a:b]) for a, b in pairwise(cuts)]
+    scale = mix.offered / statistics.fmean(means)
+    return replace(mix, quantiles=tuple(scale * m for m in means))

@@ -1,0 +1,102 @@
+"""Rule 4: each move of the batch is compared with what was predicted for it.
+
+The window that counts is clean: batch, watermark and budget are in force, the queue has shrunk to its depth, no row in it has
+waited longer than the objective allows, and the rows that were served meanwhile are through. A miss is an error over 15 % in
+the time per token, or in goodput where it is also over two standard errors of a count and the load was the same (within 25 %).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from weir_operator.tuner.types import Pending, TunerSpec
+from weir_operator.tuner.window import LONGEST, MIN_COMPLETIONS, MIN_INTERVALS, Span, is_settled
+from weir_server.contract import Window
+
+ERROR = 0.15
+SAME_LOAD = 0.25
+STANDARD_ERRORS = 2.0
+SETTLE_SECONDS = 600.0
+
+
+class Finding(Enum):
+    WAIT = "wait"
+    OVERDUE = "overdue"
+    KEPT = "kept"
+    MISSED = "missed"
+    WORSE = "worse"
+    UNUSED = "unused"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    finding: Finding
+    why: str
+    observed: Mapping[str, float]
+
+
+def judge(
+    pending: Pending, windows: Sequence[Window], row_seconds: float, chunk: int | None, spec: TunerSpec, now: float
+) -> Verdict:
+    """`row_seconds`: how long a row is served, for those that were in the batch when the queue had drained."""
+    last, age = windows[-1], now - pending.at
+    if not is_settled(last, chunk):
+        overdue = age > max(SETTLE_SECONDS, 2 * row_seconds)
+        return Verdict(Finding.OVERDUE if overdue else Finding.WAIT, "the new value is not in force yet", {})
+    start = _clean_start(windows, row_seconds, spec)
+    span = Span(start, last) if start else None
+    patience = max(spec.tick_seconds / 2, spec.tick_seconds - 1.5 * spec.poll_seconds)
+    counted = sum(last.settled["tpot"].counts)
+    long_enough = span is not None and span.seconds >= patience and span.completed >= MIN_COMPLETIONS
+    if span is None or not long_enough or counted < MIN_INTERVALS:
+        if age > LONGEST + row_seconds:
+            return Verdict(Finding.UNUSED, "five minutes brought no clean window to judge it by", {})
+        return Verdict(Finding.WAIT, "the move has no clean window behind it yet", {})
+    observed = {
+        "goodput": span.good / span.seconds,
+        "interval": last.settled["tpot"].sum / counted,
+        "offered": span.offered / span.seconds,
+        "running": span.mean_running,
+    }
+    return _compare(pending, observed, span, windows)
+
+
+def _clean_start(windows: Sequence[Window], row_seconds: float, spec: TunerSpec) -> Window | None:
+    """The first reading after the move from which on nothing of the time before it is left."""
+    settled_at = windows[-1].settled_at
+    drained = None
+    for w in windows:
+        places = w.target.max_queue_depth + max(0, w.target.max_batch_size - w.running)
+        patient = spec.ttft is None or w.oldest_wait <= spec.ttft
+        if drained is None and w.monotonic >= settled_at and w.waiting <= places and patient:
+            drained = w.monotonic
+        if drained is not None and w.monotonic >= drained + row_seconds:
+            return w
+    return None
+
+
+def _compare(pending: Pending, observed: Mapping[str, float], span: Span, windows: Sequence[Window]) -> Verdict:
+    old, new = pending.before.get("max_batch_size", 0), pending.after.get("max_batch_size", 0)
+    if new > old and not _used(windows, span.old.monotonic, old):
+        return Verdict(Finding.UNUSED, "the added slots were in use for less than half of the window", observed)
+    same_load = abs(observed["offered"] / pending.offered - 1) <= SAME_LOAD if pending.offered else False
+    error = math.sqrt(max(span.good, 1.0)) / span.seconds
+    before = pending.goodput_before
+    if before is not None and same_load and observed["goodput"] < 0.96 * before - 2 * STANDARD_ERRORS * error:
+        return Verdict(Finding.WORSE, f"goodput fell from {before:.2f} to {observed['goodput']:.2f} rows/s", observed)
+    if pending.predicted_interval and abs(observed["interval"] / pending.predicted_interval - 1) > ERROR:
+        return Verdict(Finding.MISSED, "the time per token is off by more than 15 %", observed)
+    predicted = pending.predicted_goodput
+    if predicted is not None and same_load:
+        off = abs(observed["goodput"] - predicted)
+        if off > ERROR * predicted and off > STANDARD_ERRORS * error:
+            return Verdict(Finding.MISSED, "goodput is off by more than 15 % and two standard errors", observed)
+    return Verdict(Finding.KEPT, "it came out as predicted", observed)
+
+
+def _used(windows: Sequence[Window], since: float, old: float) -> bool:
+    running = [w.running for w in windows if w.monotonic >= since]
+    return sum(r > old for r in running) * 2 >= len(running)
