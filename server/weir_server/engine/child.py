@@ -1,0 +1,157 @@
+"""The engine child's life: load, size, measure, say Ready, then loop until Quit or until the parent is gone."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import NamedTuple, Protocol
+
+from weir_server.contract import Envelope, Geometry, Knobs
+from weir_server.engine.core import Engine, EngineConfig
+from weir_server.engine.memory import cgroup_limit, host_available, memory_used
+from weir_server.engine.plant import measure
+from weir_server.exec.interface import Runner
+from weir_server.exec.null import NullModel
+from weir_server.kv.pool import usable_chunks
+from weir_server.kv.sizing import Machine, Sizing, Wish, size_pool
+from weir_server.link.errors import UserError
+from weir_server.link.messages import Boot, Quit, Ready, ToChild, ToParent
+from weir_server.policy.limits import Limits, token_budget
+
+log = logging.getLogger("weir.engine")
+
+MAX_BATCH = 64
+"""The envelope's upper bound of max_batch_size where none is given."""
+MAX_QUEUE = 1024
+MAX_WATERMARK = 0.5
+STUCK_WAIT = 0.05
+"""Seconds to wait for a message after a step that fed nothing, so that a fault of the policy can't spin."""
+
+
+class Channel(Protocol):
+    """What the loop needs of link.channel.Channel. Both raise ChannelClosed when the parent is gone."""
+
+    def recv(self, timeout: float | None) -> list[ToChild]: ...
+    def send(self, message: ToParent) -> None: ...
+
+
+class Model(Protocol):
+    """A loaded model that has no pool yet."""
+
+    context_length: int
+    weights_bytes: int
+    decode_path: str
+
+    @property
+    def model(self) -> dict[str, str | int | float | bool | None]: ...
+    def chunk_bytes(self, page_size: int) -> int: ...
+    def geometry(self, page_size: int) -> Geometry: ...
+    def activation_bytes(self, max_tokens: int) -> int: ...
+    def runner(self, num_chunks: int) -> Runner: ...
+
+
+class Plan(NamedTuple):
+    """What the boot values come to for a loaded model."""
+
+    config: EngineConfig
+    knobs: Knobs
+    envelope: Envelope
+    sizing: Sizing
+
+
+def run(boot: Boot, channel: Channel) -> None:
+    """Serve until told to quit. Raises UserError before Ready (the user can put it right), ChannelClosed without a parent."""
+    started = time.monotonic()
+    process = memory_used()
+    model = _load(boot)
+    plan = plan_boot(boot, model, process)
+    runner = model.runner(plan.sizing.num_chunks)
+    engine, envelope = Engine(runner, plan.config, plan.knobs), plan.envelope
+    if not runner.supports_batching:
+        log.warning("%s does not support batched decode; clamping max_batch_size", boot.model)
+        envelope = Envelope((1, 1), envelope.kv_cache_budget, envelope.max_queue_depth, envelope.admission_watermark)
+        engine.target = plan.knobs.merged({"max_batch_size": 1})
+    log.info("Model %s decode path: %s", boot.model, model.decode_path)
+    usable = usable_chunks(plan.sizing.num_chunks)
+    plant, steps = measure(
+        runner, usable=usable, context=plan.config.context_per_slot, max_rows=envelope.max_batch_size[1],
+        prefill_tokens=plan.config.limits.prefill_tokens(decoding=True),
+    )
+    channel.send(
+        Ready(
+            model=model.model, vocab_size=runner.vocab_size, context_per_slot=plan.config.context_per_slot,
+            max_servable=min(plan.config.context_per_slot, usable * boot.page_size), envelope=envelope,
+            geometry=runner.geometry, usable_blocks=usable, boot=engine.target, plant=plant, plant_steps=steps,
+            sizing=plan.sizing.lines, load_seconds=time.monotonic() - started,
+        )
+    )
+    loop(engine, channel)
+
+
+def loop(engine: Engine, channel: Channel) -> None:
+    """Step while there is work, block while there is none; a report after each step and whenever messages changed something."""
+    left: list[ToChild] = []
+
+    def receive(timeout: float | None = 0) -> list[ToChild]:
+        messages = channel.recv(timeout)
+        left[:] = [m for m in messages if isinstance(m, Quit)]
+        return [m for m in messages if not isinstance(m, Quit)]
+
+    fed = True
+    while not left:
+        if not engine.busy or not fed:
+            engine.handle(receive(_patience(engine)))
+        fed = not engine.busy or engine.step(receive)
+        channel.send(engine.report())
+
+
+def _patience(engine: Engine) -> float | None:
+    """Seconds to wait for a message: for ever while idle, but for a last reading of the memory that has been freed."""
+    if engine.busy:
+        return STUCK_WAIT
+    return engine.meter.memory_due(engine.clock())
+
+
+def plan_boot(boot: Boot, model: Model, process: int) -> Plan:
+    """Envelope, knobs, step limits and pool size. `process`: bytes used before the model was loaded. Raises UserError."""
+    context = min(boot.context_per_slot or model.context_length, model.context_length)
+    most_rows = max(boot.max_requests_per_batch or MAX_BATCH, 1)
+    if boot.max_batch_size > most_rows:
+        if boot.max_requests_per_batch:
+            raise UserError(f"--max-batch-size {boot.max_batch_size} is above --max-requests-per-batch {most_rows}")
+        most_rows = boot.max_batch_size
+    limits = Limits(
+        tokens=boot.max_batch_tokens or token_budget(most_rows, boot.prefill_chunk, context),
+        chunk=boot.prefill_chunk,
+        grant=boot.prefill_grant_interval,
+    )
+    cgroup, host = cgroup_limit(), host_available() + memory_used()
+    machine = Machine(
+        limit=host if cgroup is None else min(cgroup, host),
+        limit_source="the cgroup's" if cgroup is not None and cgroup <= host else "what the machine has available",
+        process=process,
+        weights=model.weights_bytes,
+        activations=model.activation_bytes(limits.tokens),
+    )
+    wish = Wish(
+        budget=boot.kv_cache_budget, budget_min=boot.kv_cache_budget_min, num_blocks=boot.num_blocks,
+        share=boot.max_memory_percent, context=context, slots=boot.max_batch_size,
+    )
+    sizing = size_pool(machine, wish, model.chunk_bytes(boot.page_size), boot.page_size)
+    knobs = Knobs(
+        max_batch_size=boot.max_batch_size,
+        kv_cache_budget=sizing.budget,
+        admission_watermark=0.0 if sizing.budget is None else boot.admission_watermark,
+        max_queue_depth=boot.max_queue_depth,
+    )
+    envelope = Envelope((1, most_rows), sizing.budget_range, (1, max(MAX_QUEUE, boot.max_queue_depth)), (0.0, MAX_WATERMARK))
+    config = EngineConfig(context, sizing.num_chunks, limits, model=boot.model, prefix_cache=boot.prefix_cache)
+    return Plan(config, knobs, envelope, sizing)
+
+
+def _load(boot: Boot) -> Model:
+    if boot.null_model:
+        return NullModel(boot.page_size)
+    from weir_server.exec.runner import load  # torch: not for the null model
+
+    return load(boot)

@@ -1,0 +1,286 @@
+"""The engine: submit, cancel, stop, set knobs, drain, and one step at a time.
+
+A step: decide (policy, pure) → apply (blocks) → one forward → drain messages → commit. Messages that came in during the
+forward are applied before its output, so a cancelled row emits nothing more. Everything runs in one thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from weir_server.contract import Knobs
+from weir_server.engine.batch import Batch, Work
+from weir_server.engine.invariants import violations
+from weir_server.engine.meter import Meter
+from weir_server.engine.rows import Row, RowState
+from weir_server.exec.interface import RowResult, RowWork, Runner
+from weir_server.kv.prefix import Chain, domain
+from weir_server.link.messages import Admitted, Cancel, Drain, Event, Finished, Report, SetKnobs, Stop, Submit, ToChild, Tokens
+from weir_server.policy.limits import Limits
+from weir_server.policy.step import State, StepPlan, decide
+
+log = logging.getLogger("weir.engine")
+
+BACKEND_ERROR = "inference backend error"
+DRAINED = "The server is shutting down."
+CHECK_EVERY = 256
+"""Steps between two samples of the invariants."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What is fixed at start. `model` names the weights in the prefix cache's keys."""
+
+    context_per_slot: int
+    num_chunks: int
+    limits: Limits
+    model: str = ""
+    prefix_cache: bool = True
+
+
+class Engine:
+    """All requests of one server. `report()` hands over what has happened since the last one."""
+
+    def __init__(
+        self, runner: Runner, config: EngineConfig, knobs: Knobs, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.runner = runner
+        self.config = config
+        self.target = knobs
+        self.clock = clock
+        self.batch = Batch(config.num_chunks, runner.geometry, knobs.kv_cache_budget)
+        self.meter = Meter(clock(), runner.geometry.chunk_bytes)
+        self.requests: dict[int, list[Row]] = {}
+        self.deadline = math.inf  # of a drain
+        self._events: list[Event] = []
+        self._bound: str | None = None
+        self._starved = 0
+        self._next_seq = 0
+        self._progress = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.batch.running or self.batch.waiting)
+
+    # ------------------------------------------------------------------------------------------------ messages
+
+    def handle(self, messages: Iterable[ToChild]) -> None:
+        """Apply messages in their order; ids that are unknown or finished are no error."""
+        for message in messages:
+            match message:
+                case Submit():
+                    self.submit(message)
+                case Cancel(id=id):
+                    for row in list(self.requests.get(id, ())):
+                        self.release(row, "cancelled")
+                case Stop(id=id, row=choice, n_tokens=n):
+                    for row in [r for r in self.requests.get(id, ()) if r.choice == choice]:
+                        self.release(row, "stop", generated=min(n, row.generated))
+                case SetKnobs(target=target):
+                    self.set_knobs(target)
+                case Drain(deadline=deadline):
+                    self.deadline = deadline
+                case _:
+                    log.warning("ignored a %s message out of place", type(message).__name__)
+        if self.clock() >= self.deadline:
+            self._end_drain()
+        self._measure()
+
+    def submit(self, request: Submit) -> None:
+        """Queue the rows of a request, or end them at once where they could never run."""
+        if request.id in self.requests:
+            log.warning("ignored a second request with the id %d", request.id)
+            return
+        rows: list[Row] = []
+        for choice in range(request.n):
+            chain = None
+            if self.config.prefix_cache and request.cache_prompt:
+                chain = Chain(domain(self.config.model, request.cache_salt), self.batch.blocks.block_tokens)
+            rows.append(Row(request, choice, self._next_seq, self.config.context_per_slot, chain, rows))
+            self._next_seq += 1
+        self.requests[request.id] = rows
+        self.batch.waiting += rows
+        for row in list(rows):
+            if wrong := self._impossible(row):
+                self.release(row, "error", wrong)
+            elif row.sampling.max_tokens < 1:
+                self.release(row, "length")
+            elif not self.batch.fits_budget(row):
+                self._hand_back(row)
+
+    def _impossible(self, row: Row) -> str | None:
+        """Why a row can never run, whatever the knobs. The parent refuses such requests; this is the last line."""
+        context, blocks = self.config.context_per_slot, self.batch.blocks
+        if not row.prompt_len:
+            return "Empty prompt: request has no input tokens to process"
+        if row.prompt_len >= context:
+            return f"request ({row.prompt_len} tokens) exceeds the available context size ({context} tokens)"
+        if min(row.tokens) < 0 or max(row.tokens) >= self.runner.vocab_size:
+            return f"a token id is outside the vocabulary of {self.runner.vocab_size}"
+        if blocks.blocks_for(row.final - 1) > blocks.pool.usable:
+            most = blocks.pool.usable * blocks.block_tokens
+            return f"request ({row.final} tokens) exceeds what the KV cache can hold ({most} tokens)"
+        return None
+
+    def _hand_back(self, row: Row) -> None:
+        chunk = self.batch.pool.chunk_bytes
+        need, live = self.batch.blocks.blocks_for(row.reach) * chunk, self.batch.pool.limit * chunk
+        self.release(row, "handed_back", f"The prompt needs {need} bytes of KV cache and the live KV budget is {live} bytes.")
+
+    def set_knobs(self, target: Knobs) -> None:
+        """New targets. Nothing that runs is touched; queued rows that the live budget could no longer hold are handed back."""
+        self.target = target
+        self.batch.pool.set_budget(target.kv_cache_budget, self.batch.blocks.used)
+        for row in [r for r in self.batch.waiting if not r.admitted and not self.batch.fits_budget(r)]:
+            self._hand_back(row)
+        self._trim()
+
+    @property
+    def effective(self) -> Knobs:
+        """What is in force: a lowered batch or budget counts when what runs has come down to it."""
+        pool = self.batch.pool
+        return replace(
+            self.target,
+            max_batch_size=max(self.target.max_batch_size, len(self.batch.running)),
+            kv_cache_budget=None if self.target.kv_cache_budget is None else pool.ceiling * pool.chunk_bytes,
+        )
+
+    def _end_drain(self) -> None:
+        """The drain's deadline has passed: what never ran goes back, what ran ends."""
+        for row in [*self.batch.waiting, *self.batch.running]:
+            self.release(row, "cancelled" if row.admitted else "handed_back", DRAINED)
+
+    def release(self, row: Row, reason: str, message: str = "", generated: int | None = None) -> None:
+        """End a row, whatever its state: everything that it owns is freed and its one terminal event is sent."""
+        if row.state is RowState.FINISHED:
+            return
+        self.batch.drop(row)
+        row.state = RowState.FINISHED
+        row.siblings.remove(row)
+        if not row.siblings:
+            del self.requests[row.id]
+        generated = row.generated if generated is None else generated
+        self._events.append(Finished(row.id, row.choice, self.clock(), reason, generated, message))
+
+    # ------------------------------------------------------------------------------------------------ the step
+
+    def step(self, receive: Callable[[], Iterable[ToChild]] = tuple) -> bool:
+        """One step. Returns whether anything was fed: False with work at hand is a fault of the policy, and is counted."""
+        start = self.clock()
+        state, offers = self.batch.view(self.target, self.config.limits, self._starved)
+        plan = decide(state)
+        self._starved, self._bound = plan.starved, plan.bound
+        work = self.batch.apply(plan, offers)
+        self._note(work, len(plan.preempt))
+        results = self._execute(work)
+        self.handle(receive())
+        self._commit(work, results)
+        if self.batch.over():
+            self._trim()
+        self._measure()
+        if work.rows:
+            self.meter.count_step(self.clock() - start, work.decode_rows, work.context, work.prefill, work.recomputed)
+        if not work.rows or self.meter.stats.step["steps"] % CHECK_EVERY == 0:
+            self._check(state, plan)
+        return bool(work.rows)
+
+    def _check(self, state: State, plan: StepPlan) -> None:
+        """Sample the invariants; I8 is progress since the last sample: tokens computed for the first time."""
+        faults = list(violations(self.batch, state, plan))
+        progress = self.meter.first_time_tokens
+        if progress <= self._progress and self.busy:
+            faults.append(("I8", f"nothing new was computed in {CHECK_EVERY} steps"))
+        self._progress = progress
+        for name, fault in faults:
+            self.meter.stats.invariant_violations[name] += 1
+            log.error("invariant %s: %s", name, fault)
+
+    def _note(self, work: Work, preempted: int) -> None:
+        """Tell and count what the plan changed, before the forward."""
+        now, stats = self.clock(), self.meter.stats
+        for row in work.admitted:
+            self._events.append(Admitted(row.id, row.choice, now, row.computed))
+            if row.chain:
+                stats.prefix_queries += row.prompt_len
+                stats.prefix_hits += row.computed
+        if preempted:
+            stats.preempted += preempted
+            stats.soft_resets += preempted
+            stats.preemptions_by_cause["kv"] += preempted
+        self._measure()
+
+    def _execute(self, work: Work) -> list[RowResult]:
+        """One forward. If it fails as a whole, its rows fail and the engine goes on."""
+        if not work.rows:
+            return []
+        try:
+            if work.copies:
+                self.runner.copy_blocks(work.copies)
+            return self.runner.execute([_row_work(row, n) for row, n in work.rows])
+        except Exception:
+            log.exception("a step of %d rows failed", len(work.rows))
+            return [RowResult(error=BACKEND_ERROR)] * len(work.rows)
+
+    def _commit(self, work: Work, results: list[RowResult]) -> None:
+        now = self.clock()
+        for (row, n), result in zip(work.rows, results, strict=True):
+            if row.state is RowState.FINISHED:
+                continue
+            if result.error is not None or (result.token is None and n == row.left):
+                log.error("request %d, row %d: %s", row.id, row.choice, result.error or "no token was sampled")
+                self.release(row, "error", BACKEND_ERROR)
+                continue
+            self.batch.computed(row, n)
+            if result.token is not None:
+                row.state = RowState.DECODING
+                row.tokens.append(result.token)
+                logprobs = None if result.logprobs is None else [result.logprobs]
+                self._events.append(Tokens(row.id, row.choice, now, [result.token], logprobs))
+                self._end_if_done(row, result.token)
+
+    def _end_if_done(self, row: Row, token: int) -> None:
+        if token in row.sampling.stop_ids and row.generated >= row.sampling.min_tokens:
+            self.release(row, "stop")
+        elif len(row.tokens) >= row.final:
+            self.release(row, "length")
+
+    def _trim(self) -> None:
+        if chunks := self.batch.blocks.trim():
+            self.runner.release_chunks(chunks)
+
+    # ------------------------------------------------------------------------------------------------ telling
+
+    def report(self) -> Report:
+        """Events since the last report, the knobs in force, the totals. The stats are live: encode before the next step."""
+        now = self.clock()
+        self.meter.read_memory(now)
+        events, self._events = self._events, []
+        self.meter.stats.prefix_evictions = self.batch.blocks.prefix.evictions
+        return Report(now, events, self.effective, self.meter.stats)
+
+    def _measure(self) -> None:
+        batch, blocks = self.batch, self.batch.blocks
+        decoding = sum(row.state is RowState.DECODING for row in batch.running)
+        self.meter.advance(
+            self.clock(),
+            running=len(batch.running),
+            prefilling=len(batch.running) - decoding,
+            decoding=decoding > 0,
+            waiting=len(batch.waiting),
+            oldest_arrival=batch.waiting[0].arrived if batch.waiting else None,
+            bound=self._bound if batch.waiting else None,
+            blocks=(blocks.used, blocks.cached, blocks.free),
+        )
+
+
+def _row_work(row: Row, n: int) -> RowWork:
+    start, end = row.computed, row.computed + n
+    sample = end == len(row.tokens)
+    return RowWork(
+        tokens=row.tokens[start:end], start=start, blocks=row.blocks, sample=sample, sampling=row.sampling, choice=row.choice,
+        context=row.tokens if sample else row.tokens[:end], prompt_len=row.prompt_len,
+    )

@@ -1,0 +1,79 @@
+"""The server's measurement of itself at boot: step = a + b·rows + c·context + p·prefill tokens, in at most two seconds.
+
+Four kinds of step are timed, interleaved so that a disturbance hits all of them alike, and their medians solved for the
+four coefficients. Rows share the blocks of their context and read zeros: the time of a step does not depend on the values.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+from weir_server.contract import Plant
+from weir_server.exec.interface import RowWork, Runner
+from weir_server.kv.pool import RESERVED_CHUNKS
+from weir_server.link.messages import Sampling
+
+SECONDS = 1.8
+SHORT, LONG = 16, 512
+ROWS = 8
+REPEATS = 7
+_SAMPLING = Sampling(max_tokens=1 << 20, temperature=0.0)
+
+
+def measure(
+    runner: Runner, *, usable: int, context: int, max_rows: int, prefill_tokens: int,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Plant, dict[str, float]]:
+    """The plant, and the medians that it comes from by name, in seconds. Writes blocks of an idle runner's pool."""
+    size = runner.geometry.block_tokens
+    blocks = range(RESERVED_CHUNKS, RESERVED_CHUNKS + usable)
+    rows = max(2, min(ROWS, max_rows, usable // 2)) if runner.supports_batching and min(max_rows, usable // 2) > 1 else 1
+    room = (usable - rows) * size  # tokens of the shared context: each row writes a block of its own behind it
+    short, long = min(SHORT, room, context - 1), min(LONG, room, context - 1)
+    chunk = max(1, min(prefill_tokens, room, context - 1))
+
+    def decode(n: int, held: int) -> list[RowWork]:
+        shared = list(blocks[: held // size])
+        return [_row([1], len(shared) * size, [*shared, blocks[-1 - i]], i) for i in range(n)]
+
+    kinds = {
+        "1 row": decode(1, short),
+        f"{rows} rows": decode(rows, short),
+        f"{rows} rows at {long} tokens": decode(rows, long),
+        f"prefill chunk of {chunk}": [_row([1] * chunk, 0, list(blocks[: -(-chunk // size)]), 0)],
+    }
+    times: dict[str, list[float]] = {name: [] for name in kinds}
+    end = clock() + SECONDS
+    for repeat in range(REPEATS + 1):
+        for name, work in kinds.items():
+            if clock() > end and times[name]:
+                break
+            start = clock()
+            runner.execute(work)
+            if repeat or clock() > end:  # the first of each kind warms up
+                times[name].append(clock() - start)
+    runner.release_chunks(sorted({block for work in kinds.values() for row in work for block in row.blocks}))
+    steps = {name: median(values) for name, values in times.items()}
+    one, many, far, prompt = steps.values()
+    return solve(one, many, far, prompt, rows, _held(short, size), _held(long, size), chunk, prefill_tokens), steps
+
+
+def solve(
+    one: float, many: float, far: float, prompt: float, rows: int, short: int, long: int, chunk: int, prefill_tokens: int
+) -> Plant:
+    """Coefficients from the four step times, none of them negative: noise goes to the step's fixed part."""
+    c = max(0.0, (far - many) / (rows * (long - short))) if long > short else 0.0
+    b = max(0.0, (many - one) / (rows - 1) - c * short) if rows > 1 else 0.0
+    a = max(0.0, one - b - c * short)
+    return Plant(a=a, b=b, c=c, p=max(0.0, (prompt - a) / chunk), prefill_tokens=prefill_tokens)
+
+
+def _held(tokens: int, size: int) -> int:
+    return tokens // size * size + 1
+
+
+def _row(tokens: list[int], start: int, blocks: list[int], choice: int) -> RowWork:
+    context = [1] * (start + len(tokens))
+    return RowWork(tokens, start, blocks, True, _SAMPLING, choice, context, prompt_len=len(context))

@@ -1,0 +1,56 @@
+"""What a step may hold, and the context of a slot: numbers fixed at start."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+CHUNK_IDLE = 512
+CHUNK_DECODING = 64
+"""Prompt tokens of a step while nothing, and while something decodes."""
+MIN_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Budgets of one step. The request cap is not here: it is the live knob `max_batch_size`.
+
+    `tokens`: most query tokens. `pages`: most KV blocks read, each reader's counted (one row always goes). `chunk`: most
+    prompt tokens (None = adaptive, 0 = prompts are split only where they exceed the token budget). `grant`: steps that a
+    parked prefill waits at most before half of a step is reserved for it (0 = without bound).
+    """
+
+    tokens: int
+    pages: float = math.inf
+    chunk: int | None = None
+    grant: int = 16
+
+    def prefill_tokens(self, decoding: bool) -> int:
+        """Most prompt tokens of a step: large while nothing decodes, small while something does."""
+        if self.chunk is None:
+            return min(self.tokens, CHUNK_DECODING if decoding else CHUNK_IDLE)
+        return min(self.tokens, self.chunk) if self.chunk else self.tokens
+
+
+def token_budget(max_rows: int, chunk: int | None, context: int) -> int:
+    """Token budget where none is given: every row decodes and a whole prefill chunk still fits."""
+    if chunk is None:
+        return max_rows + CHUNK_IDLE
+    return max_rows + (chunk or context)
+
+
+def context_per_slot(model_context: int, ctx_size: int | None, slots: int) -> int:
+    """Tokens (prompt and answer) of one row.
+
+    An explicit `ctx_size` is the whole server's, shared by its `slots` (the explicit boot batch, else --parallel; 1 without
+    batching): floor(ctx_size / slots), never more than the model's. Raises ValueError, one sentence, under 512.
+    """
+    if ctx_size is None:
+        return model_context
+    share = min(ctx_size // slots, model_context)
+    if share < MIN_CONTEXT:
+        raise ValueError(
+            f"--ctx-size {ctx_size} over {slots} slots leaves {share} tokens each, under the least of {MIN_CONTEXT}: "
+            f"raise it to {MIN_CONTEXT * slots} or lower the number of slots"
+        )
+    return share
