@@ -33,15 +33,15 @@ class Writer:
     """Every write goes through here and asks `may_write` first."""
 
     def __init__(self, kube: Kube, may_write: Callable[[], bool] = lambda: True) -> None:
-        self._kube, self._may_write = kube, may_write
+        self._kube, self.may_write = kube, may_write
 
     async def _write(self, method: str, target: str, body: Any, content_type: str = "application/json", **query: str) -> Any:
-        if not self._may_write():
+        if not self.may_write():
             raise NotLeader("the Lease is not held")
         return await self._kube.request(method, target, query=query, body=body, content_type=content_type)
 
     async def apply(self, manifest: Mapping[str, Any], observed: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Create or change a child so that it says what `manifest` says. Raises ApiError: 409 if it changed since `observed`."""
+        """Create or change a child so that it says what `manifest` says. ApiError 409: it changed since `observed`."""
         meta = dict(manifest["metadata"])
         if observed is not None:
             meta["resourceVersion"] = observed["metadata"]["resourceVersion"]
@@ -104,6 +104,8 @@ class Writer:
                 if e.reason != "AlreadyExists":  # the other replica was first
                     raise
                 found = await self._kube.get("Secret", namespace, KEY_SECRET)
+        if found is None:
+            raise ApiError(404, "NotFound", f"Secret {namespace}/{KEY_SECRET} vanished while it was made")
         return str(found["data"]["key"]).encode()
 
     async def create_lease(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ CRD that arrives late is simply a path that starts to answer.
 
 from __future__ import annotations
 
-import asyncio
 import ipaddress
 import json
 from collections.abc import Mapping
@@ -119,7 +118,7 @@ class Kube:
             )
             answer = await self._client.call_api(*prepared, _request_timeout=REQUEST_SECONDS)
             text = await answer.read()
-        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as e:
+        except (TimeoutError, aiohttp.ClientError, OSError) as e:
             API_CALLS.labels(method, "none").inc()
             raise Unreachable(f"the API server does not answer: {e or type(e).__name__}") from None
         API_CALLS.labels(method, str(answer.status)).inc()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import hmac
 import json
@@ -91,7 +90,7 @@ class ControlClient:
                 text = await answer.content.read(MAX_ANSWER_BYTES + 1)
                 while len(text) <= MAX_ANSWER_BYTES and (more := await answer.content.read(MAX_ANSWER_BYTES)):
                     text += more
-        except (asyncio.TimeoutError, TimeoutError):
+        except TimeoutError:
             raise Silent(f"no answer in {TIMEOUT_SECONDS:.0f} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as e:
             raise Silent(f"cannot be reached: {e or type(e).__name__}"[:200]) from None

@@ -1,0 +1,132 @@
+"""`weir-operator`: run in a cluster, run the same manifest on this machine, print a plan, replay a decision log, simulate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from weir_operator.loops.tuner import TunerSettings
+
+app = typer.Typer(
+    name="weir-operator", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", add_completion=True,
+    help=(
+        "Run LLM servers and keep their batch size, KV budget, admission watermark and queue depth right for their traffic.\n\n"
+        "[b]run[/b] does it in a cluster, [b]local[/b] on this machine with the same manifest, the same law and the same status."
+    ),
+)
+
+Tick = Annotated[float, typer.Option("--tick-seconds", envvar="WEIR_TICK_SECONDS", min=0.2, help="Time between decisions.")]
+Poll = Annotated[float, typer.Option("--poll-seconds", envvar="WEIR_POLL_SECONDS", min=0.1, help="Time between readings of a pod.")]
+Lease = Annotated[float, typer.Option(
+    "--lease-seconds", envvar="WEIR_LEASE_SECONDS", min=1.0,
+    help="How long a pod keeps tuned knobs when the operator is gone; then it returns to its fallback.",
+)]
+
+
+def fail(sentence: str, status: int = 2) -> NoReturn:
+    """One line for the user, no traceback."""
+    typer.echo(f"weir-operator: {sentence}", err=True)
+    raise typer.Exit(status)
+
+
+def settings_of(tick: float, poll: float, lease: float) -> TunerSettings:
+    """Checks what the options together must satisfy. Raises typer.Exit with one line."""
+    if poll > tick:
+        fail(f"--poll-seconds {poll:g} must not exceed --tick-seconds {tick:g}")
+    if lease < 2 * poll:
+        fail(f"--lease-seconds {lease:g} must be at least twice --poll-seconds {poll:g}: leases are renewed at polls")
+    return TunerSettings(tick=tick, poll=poll, lease=lease)
+
+
+@app.command()
+def run(
+    namespace: Annotated[list[str] | None, typer.Option(
+        "--namespace", "-n", envvar="WEIR_NAMESPACE", help="Serve only this namespace; repeatable. Default: all of them.",
+    )] = None,
+    server_image: Annotated[str, typer.Option(
+        "--server-image", envvar="WEIR_SERVER_IMAGE", help="Image of the servers where a resource names none.",
+    )] = "ghcr.io/weir-dev/weir-server:0.1.0",
+    health_port: Annotated[int, typer.Option(
+        "--health-port", envvar="WEIR_HEALTH_PORT", min=0, max=65535, help="Serves /healthz, /readyz and /metrics.",
+    )] = 8082,
+    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+) -> None:
+    """Run in a cluster: watch InferenceDeployments, keep their objects as declared, tune their pods.
+
+    Credentials come from the pod's service account, else from the kubeconfig. Several replicas may run: one leads by a Lease.
+    """
+    from weir_operator.cli.run import run_operator
+
+    settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
+    raise typer.Exit(run_operator(tuple(namespace or ()), server_image, health_port, settings, fail))
+
+
+@app.command()
+def plan(
+    file: Annotated[Path, typer.Argument(help="A manifest with one InferenceDeployment; - reads standard input.")],
+    server_image: Annotated[str, typer.Option("--server-image", help="Image where the manifest names none.")] = "weir-server",
+) -> None:
+    """Print the objects that the operator would apply for a manifest. Needs no cluster and changes nothing."""
+    import yaml
+
+    from weir_operator.cli.manifest import load
+    from weir_operator.plan.manifests import Defaults, children
+
+    resource = load(file, fail)
+    manifests = children(resource, Defaults(image=server_image, token="<made by the operator>"))
+    typer.echo(yaml.safe_dump_all(manifests, sort_keys=False), nl=False)
+
+
+@app.command()
+def local(
+    file: Annotated[Path, typer.Argument(help="The same manifest that a cluster would get.")],
+    mode: Annotated[str | None, typer.Option("--mode", help="Auto, Advise or Disabled in place of the manifest's mode.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address of the servers.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the first server; 0 = a free one.")] = 8080,
+    status_file: Annotated[Path | None, typer.Option("--status-file", help="Keep the status in this file, as JSON.")] = None,
+    decision_log: Annotated[Path | None, typer.Option(
+        "--decision-log", help="Append every reading and decision to this file, for `weir-operator replay`.",
+    )] = None,
+    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+) -> None:
+    """Run a manifest on this machine: its servers as processes, tuned as in a cluster. Ctrl-C ends all of them."""
+    from weir_operator.cli.local import run_local
+    from weir_operator.cli.manifest import load
+
+    settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
+    resource = load(file, fail, mode)
+    raise typer.Exit(run_local(resource, host, port, status_file, decision_log, settings, fail))
+
+
+@app.command()
+def replay(
+    log: Annotated[Path, typer.Argument(help="A file written by `local --decision-log`.")],
+) -> None:
+    """Run the saved readings through the law once more and compare: the same decisions, or the first that differs.
+
+    Exit status: 0 all the same, 1 one differs, 2 the file is no decision log.
+    """
+    from weir_operator.cli.replay import replay_log
+
+    raise typer.Exit(replay_log(log, fail))
+
+
+def main() -> None:
+    """Console script."""
+    try:
+        from weir_operator.simulate.command import simulate
+    except ModuleNotFoundError as e:  # it needs the server's pure rooms and their libraries
+        missing = e.name
+
+        def simulate() -> None:
+            """Simulate the tuner over a model of a server."""
+            fail(f"simulate needs {missing}: pip install 'weir[server]'")
+
+    app.command(name="simulate")(simulate)
+    try:
+        app()
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,108 @@
+"""kopf's part: watches, reconnects, back-off. It decides when; every event becomes a cached object and a key in the queue.
+
+No handler here sets a finalizer, posts an Event or keeps progress on an object: only low-level event handlers are used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import kopf
+from kubernetes.aio.client import Configuration
+
+from weir_operator.api import names
+from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.store import Store, key_of, owner_key
+
+_CHILDREN = {
+    "Deployment": ("apps", "v1", "deployments"),
+    "Service": ("", "v1", "services"),
+    "ServiceAccount": ("", "v1", "serviceaccounts"),
+    "ConfigMap": ("", "v1", "configmaps"),
+    "Pod": ("", "v1", "pods"),
+}
+
+
+class Freshness:
+    """When the watches last told anything. kopf itself ends a stream that has been silent for 70 s."""
+
+    def __init__(self) -> None:
+        self.last_event = time.monotonic()
+
+    def seen(self) -> None:
+        self.last_event = time.monotonic()
+
+
+def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = bool(namespaces)  # without cluster rights neither namespaces nor CRDs can be watched
+    settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
+    settings.networking.error_backoffs = (1, 1, 2, 3, 5, 8, 13, 21)
+    settings.process.ultimate_exiting_timeout = 15
+    settings.persistence.finalizer = f"{names.GROUP}/kopf-finalizer"
+    settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=f"kopf.{names.GROUP}")
+    settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=f"kopf.{names.GROUP}")
+    for group, version, plural in _CHILDREN.values():
+        settings.watching.label_selectors[(group, version, plural)] = names.MANAGED_SELECTOR
+    return settings
+
+
+def _registry(store: Store, queue: WorkQueue, freshness: Freshness, login: Any) -> kopf.OperatorRegistry:
+    registry = kopf.OperatorRegistry()
+    kopf.on.login(registry=registry)(login)
+
+    def watcher(kind: str) -> Callable[..., Any]:
+        async def seen(event: Any, **_: Any) -> None:
+            freshness.seen()
+            obj = event["object"]
+            (store.drop if event["type"] == "DELETED" else store.put)(kind, obj)
+            meta = obj["metadata"]
+            key = key_of(meta["namespace"], meta["name"]) if kind == names.KIND else owner_key(obj)
+            if key:
+                queue.add(key)
+
+        return seen
+
+    kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, id="resource", registry=registry)(watcher(names.KIND))
+    managed: dict[str, Any] = {names.MANAGED_LABEL: "true"}
+    for kind, selector in _CHILDREN.items():
+        kopf.on.event(*selector, id=kind.lower(), labels=managed, registry=registry)(watcher(kind))
+    return registry
+
+
+def _login(connection: Configuration) -> Callable[..., Any]:
+    """kopf takes its credentials from the same configuration as our own client, and reads a renewed token at each login."""
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        bearer = await connection.get_api_key_with_prefix("BearerToken")
+        scheme, _, token = (bearer or "").rpartition(" ")
+        return kopf.ConnectionInfo(
+            server=connection.host, ca_path=connection.ssl_ca_cert, insecure=not connection.verify_ssl,
+            username=connection.username or None, password=connection.password or None,
+            scheme=scheme or None, token=token or None, certificate_path=connection.cert_file,
+            private_key_path=connection.key_file, proxy_url=connection.proxy, trust_env=False,
+        )
+
+    return login
+
+
+async def watch(
+    connection: Configuration, store: Store, queue: WorkQueue, freshness: Freshness, namespaces: Sequence[str],
+    stop: asyncio.Event,
+) -> None:
+    """Feed the store and the queue until `stop` is set."""
+    logging.getLogger("kopf").setLevel(logging.WARNING)
+    await kopf.operator(
+        registry=_registry(store, queue, freshness, _login(connection)),
+        settings=_settings(namespaces),
+        clusterwide=not namespaces,
+        namespaces=list(namespaces),
+        standalone=True,
+        stop_flag=stop,
+    )

@@ -1,0 +1,162 @@
+"""The whole operator in one event loop: lease, watches' queue, reconcile, tuner, health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from weir_operator.api import names
+from weir_operator.io.apply import Writer
+from weir_operator.io.kube import ApiError, Kube, Unreachable
+from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
+from weir_operator.loops.health import serve
+from weir_operator.loops.lease import LeaseLoop
+from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.reconcile import Reconciler
+from weir_operator.loops.steering import Subject
+from weir_operator.loops.store import Store, key_of, owned_by
+from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
+from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.status import TuningReport, is_ready
+from weir_server.contract import CONTROL_PORT
+
+log = logging.getLogger(__name__)
+RESYNC_SECONDS = 600.0
+_OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+Watch = Callable[[Store, WorkQueue, asyncio.Event], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorSettings:
+    """`namespaces`: empty = all. `own_namespace`: where the Lease and the key are."""
+
+    server_image: str
+    namespaces: tuple[str, ...] = ()
+    own_namespace: str = "default"
+    health_port: int = 8082
+    tuner: TunerSettings = field(default_factory=TunerSettings)
+
+
+def own_namespace() -> str:
+    return os.environ.get("POD_NAMESPACE") or (_OWN_NAMESPACE.read_text().strip() if _OWN_NAMESPACE.exists() else "default")
+
+
+class ClusterSink:
+    """Reports go to the status by way of a pass; moves become Events."""
+
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store, tasks: set[asyncio.Task[None]]) -> None:
+        self._reconciler, self._queue, self._store, self._tasks = reconciler, queue, store, tasks
+
+    def publish(self, subject: Subject, news: TuningReport) -> None:
+        self._reconciler.reports[subject.key] = news
+        self._queue.add(subject.key)
+
+    def polled(self, subject: Subject, round_: Round) -> None:
+        raw = self._store.get(names.KIND, *subject.key.split("/", 1))
+        for move in round_.decision.moves:
+            if raw is None or move.pod in round_.failed:
+                continue
+            log.info("%s: %s: %s: %s", subject.key, move.pod, move.rule, move.reason)
+            message = f"{', '.join(f'{k}={v:g}' for k, v in sorted(move.knobs.items()))} ({move.rule})"
+            task = asyncio.create_task(self._reconciler.writer.event(raw, "KnobsMoved", message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+
+def subjects(store: Store, key: bytes) -> Iterable[Subject]:
+    """Every resource that can be read, with the control ports of its own ready pods. Disabled ones too: they get a fallback."""
+    for raw in store.resources():
+        try:
+            resource = parse(dict(raw))
+        except SpecError:
+            continue  # its status says so
+        meta = resource.metadata
+        token = pod_token(key, meta.uid)
+        where = key_of(meta.namespace, meta.name)
+        endpoints = tuple(
+            Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token)
+            for pod in store.pods(where)
+            if is_ready(pod) and pod.get("status", {}).get("podIP") and _belongs(store, pod, meta.uid, where)
+        )
+        yield Subject(where, resource, endpoints, resource.status.get("tuning") or {})
+
+
+def _belongs(store: Store, pod: Mapping[str, Any], uid: str, where: str) -> bool:
+    """The token must not be sent to a pod that merely carries our labels: its ReplicaSet must be named for our Deployment."""
+    deployment = store.get("Deployment", *where.split("/", 1))
+    if deployment is None or not owned_by(deployment, uid):
+        return False
+    prefix = deployment["metadata"]["name"] + "-"
+    owners = pod["metadata"].get("ownerReferences") or ()
+    return any(ref.get("kind") == "ReplicaSet" and ref.get("controller") and ref["name"].startswith(prefix) for ref in owners)
+
+
+async def _resync(reconciler: Reconciler, queue: WorkQueue, store: Store, namespaces: Sequence[str]) -> None:
+    while True:
+        await asyncio.sleep(RESYNC_SECONDS)
+        try:
+            await reconciler.refresh(tuple(namespaces))
+        except (ApiError, Unreachable) as e:
+            log.warning("resync: %s", e)
+        enqueue_all(store, queue)
+
+
+def enqueue_all(store: Store, queue: WorkQueue) -> None:
+    for raw in store.resources():
+        queue.add(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
+
+
+async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asyncio.Event) -> None:
+    """Run until `stop` is set; then the Lease is given back. Raises what a part raised if it failed."""
+    store = Store()
+    lease: LeaseLoop
+    writer = Writer(kube, lambda: lease.held())
+    key = await Writer(kube).control_key(settings.own_namespace)
+    reconciler = Reconciler(kube, writer, store, settings.server_image, key)
+    queue = WorkQueue(reconciler)
+    identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
+    lease = LeaseLoop(kube, writer, settings.own_namespace, identity, lambda: enqueue_all(store, queue))
+    beat = time.monotonic()
+
+    async def heartbeat() -> None:
+        nonlocal beat
+        while True:
+            beat = time.monotonic()
+            await asyncio.sleep(1)
+
+    def healthy() -> str | None:
+        silent = time.monotonic() - beat
+        return f"the event loop has stood still for {silent:.0f} s" if silent > 15 else None
+
+    health = await serve(settings.health_port, healthy, healthy)
+    events: set[asyncio.Task[None]] = set()
+    try:
+        async with ControlClient() as client:
+            sink = ClusterSink(reconciler, queue, store, events)
+            tuner = TunerLoop(client, lambda: subjects(store, key), lease.epoch, sink, settings.tuner)
+            writers = [tuner.run(), queue.run(), _resync(reconciler, queue, store, settings.namespaces), heartbeat()]
+            groups = [
+                [asyncio.ensure_future(part) for part in parts]
+                for parts in (writers, [lease.run()], [watch(store, queue, stop)])
+            ]
+            stopped = asyncio.create_task(stop.wait())
+            done, _ = await asyncio.wait([*groups[0], *groups[1], *groups[2], stopped], return_when=asyncio.FIRST_COMPLETED)
+            stop.set()
+            for group in groups:  # the Lease is given back once nothing writes any more
+                for task in group if group is not groups[2] else ():
+                    task.cancel()
+                await asyncio.wait(group, timeout=4)
+            for task in done:
+                if task is not stopped:
+                    task.result()  # a part that ended by itself has failed
+    finally:
+        await health.cleanup()

@@ -1,0 +1,82 @@
+"""Keys that wait for a pass: each at most once, never two passes of one key at a time, failures with growing delays.
+
+Bound: a key that fails again and again is tried after 1, 2, 4 … 60 s, with jitter; any event tries it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from weir_operator.io.metrics import QUEUED_KEYS, RECONCILE_SECONDS, RECONCILES
+
+log = logging.getLogger(__name__)
+FIRST_DELAY, LONGEST_DELAY = 1.0, 60.0
+SETTLE_SECONDS = 0.05
+"""Events come in bursts: a key rests so long before its pass, so that one pass serves the burst."""
+WORKERS = 8
+
+
+class Retry(Exception):
+    """The pass could not finish; its text says why, in words for the log."""
+
+
+class WorkQueue:
+    def __init__(self, work: Callable[[str], Awaitable[None]], workers: int = WORKERS) -> None:
+        self._work, self._workers = work, workers
+        self._due: dict[str, float] = {}
+        self._running: set[str] = set()
+        self._failures: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self.idle = asyncio.Event()
+        self.idle.set()
+
+    def add(self, key: str, delay: float = SETTLE_SECONDS) -> None:
+        """Have `key` passed over in `delay` seconds, or earlier if it was already due earlier."""
+        due = time.monotonic() + delay
+        self._due[key] = min(due, self._due.get(key, due))
+        self.idle.clear()
+        self._wake.set()
+        QUEUED_KEYS.set(len(self._due))
+
+    async def run(self) -> None:
+        """Until cancelled; passes that run are cancelled with it."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._wake.clear()
+                now = time.monotonic()
+                ready = [k for k, due in self._due.items() if due <= now and k not in self._running]
+                for key in ready[: self._workers - len(self._running)]:
+                    del self._due[key]
+                    self._running.add(key)
+                    group.create_task(self._one(key))
+                waiting = [due - now for key, due in self._due.items() if key not in self._running]
+                timeout = max(0.01, min(waiting)) if waiting and len(self._running) < self._workers else None
+                try:
+                    async with asyncio.timeout(timeout):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass
+
+    async def _one(self, key: str) -> None:
+        try:
+            with RECONCILE_SECONDS.time():
+                await self._work(key)
+            self._failures.pop(key, None)
+            RECONCILES.labels("ok").inc()
+        except Exception as e:
+            count = self._failures[key] = self._failures.get(key, 0) + 1
+            delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(count - 1, 10)) * random.uniform(0.8, 1.2)
+            RECONCILES.labels("retry").inc()
+            log.log(logging.INFO if isinstance(e, Retry) else logging.ERROR, "%s: again in %.0f s: %s", key, delay, e,
+                    exc_info=None if isinstance(e, Retry) else e)
+            self.add(key, delay)
+        finally:
+            self._running.discard(key)
+            QUEUED_KEYS.set(len(self._due))
+            self._wake.set()
+            if not self._due and not self._running:
+                self.idle.set()

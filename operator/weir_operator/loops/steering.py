@@ -1,0 +1,190 @@
+"""One deployment under the tuner: what is remembered between polls, and how its pods' knobs are set.
+
+The fence orders writers: `epoch` is the leader's, `seq` counts moves on a pod. A move takes the next seq; renewing a lease
+repeats the last request word for word, so a pod can tell the two apart. A move counts as applied only when a later window
+shows it: what a pod reports is compared with what was last asked of it at every poll.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from weir_operator.api.types import InferenceDeployment
+from weir_operator.io.scrape import ControlClient, Endpoint, OtherContract, Refused, Silent
+from weir_operator.plan.args import initial_knobs
+from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_server.contract import KNOBS, ControlState, Envelope, Knobs, KnobsRequest, Window
+
+log = logging.getLogger(__name__)
+
+VERIFIED_SECONDS = 600.0
+"""Values that met the objectives for so long become what an expired lease returns to."""
+VERIFIED_SHARE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """One deployment to steer: its resource and the control ports of its ready pods. `saved`: status.tuning as last written."""
+
+    key: str
+    resource: InferenceDeployment
+    endpoints: tuple[Endpoint, ...]
+    saved: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pod:
+    """One server as the operator knows it."""
+
+    polls: deque[Poll] = field(default_factory=deque)
+    control: ControlState | None = None
+    sent: KnobsRequest | None = None  # the last request that it accepted
+    sent_at: float = 0.0
+    silent: str = ""
+    drift: str = ""
+    other_contract: bool = False
+    calm_since: tuple[float, Window] | None = None  # start of the present run of unchanged knobs, for the fallback
+    fallback: dict[str, Any] = field(default_factory=dict)  # learned; empty until values were verified
+
+    def view(self, name: str) -> PodView:
+        model = self.control.model if self.control else {}
+        kind = "/".join(str(model.get(k, "")) for k in ("family", "dtype", "decode_path", "isa"))
+        return PodView(name, kind, self.control, tuple(self.polls))
+
+
+@dataclass(slots=True)
+class Steering:
+    """All that is kept in memory for one deployment; what must outlive the process is in its status."""
+
+    state: TunerState
+    history: list[dict[str, Any]]
+    pods: dict[str, Pod] = field(default_factory=dict)
+    outcomes: dict[str, Record] = field(default_factory=dict)
+    published_at: float | None = None
+    published: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any]) -> Steering:
+        """From a status; a state of another version is dropped, since the pods' own read-back is what counts."""
+        try:
+            state = TunerState.from_json(saved["state"]) if saved.get("state") else TunerState()
+        except (KeyError, TypeError, ValueError, AttributeError):
+            log.warning("the tuner's saved state is of another version: starting from the pods' present values")
+            state = TunerState()
+        return cls(state, [dict(h) for h in saved.get("history", ())])
+
+
+async def poll(client: ControlClient, endpoint: Endpoint, pod: Pod, now: float) -> None:
+    """Read one pod's window, and its state where it is not known or another process answers."""
+    pod.silent, window = "", None
+    try:
+        if pod.control is None:
+            pod.control = await client.state(endpoint)
+        window = await client.window(endpoint)
+        if window.instance != pod.control.instance:
+            pod.control, pod.sent, pod.calm_since, pod.fallback = await client.state(endpoint), None, None, {}
+        pod.other_contract = False
+        _read_back(pod, window)
+    except OtherContract as e:
+        pod.silent, pod.other_contract, pod.control = str(e), True, None
+    except Silent as e:
+        pod.silent = str(e)
+    pod.polls.append(Poll(now, window))
+    while pod.polls[0].at < now - HISTORY_SECONDS:
+        pod.polls.popleft()
+    if window is not None:
+        _verify(pod, window, now)
+
+
+def _read_back(pod: Pod, window: Window) -> None:
+    """Compare what the pod says with what was last asked of it. After a mismatch its own values are the truth."""
+    if pod.sent is None or not pod.sent.knobs:
+        return
+    target, chunk = asdict(window.target), pod.control.kv.chunk_bytes if pod.control else 1
+    wrong = {
+        knob: (want, target[knob])
+        for knob, want in pod.sent.knobs.items()
+        if (abs((target[knob] or 0) - want) >= chunk if knob == "kv_cache_budget" else target[knob] != want)
+    }
+    pod.drift = "; ".join(f"{knob} was set to {want} and reads {is_}" for knob, (want, is_) in sorted(wrong.items()))
+    if wrong and pod.control is not None:
+        pod.sent = None
+        pod.control = replace(pod.control, target=window.target, effective=window.effective)
+
+
+def _verify(pod: Pod, window: Window, now: float) -> None:
+    """Keep as fallback the knobs that stood unchanged and met the objectives for VERIFIED_SECONDS."""
+    since = pod.calm_since
+    if since is None or since[1].effective != window.effective or since[1].slo_total > window.slo_total:
+        pod.calm_since = (now, window)
+        return
+    total, good = window.slo_total - since[1].slo_total, window.slo_good["both"] - since[1].slo_good["both"]
+    if now - since[0] >= VERIFIED_SECONDS:
+        if total and good / total >= VERIFIED_SHARE:
+            pod.fallback = _wire(window.effective)
+        pod.calm_since = (now, window)
+
+
+def _wire(knobs: Knobs) -> dict[str, Any]:
+    return {name: value for name, value in asdict(knobs).items() if value is not None}
+
+
+def request_for(
+    pod: Pod, spec: TunerSpec, resource: InferenceDeployment, move: Move | None, epoch: int, lease_seconds: float, now: float,
+) -> KnobsRequest | None:
+    """What to ask of the pod now, or None where nothing is due.
+
+    Auto, paused or not, holds a lease on the pod's values; Advise and Disabled give it back, with the declared start values
+    as fallback, so that declared and not learned values are in force.
+    """
+    control = pod.control
+    if control is None:
+        return None
+    declared = {**_wire(control.boot), **initial_knobs(resource.spec.tuning.knobs)}
+    steering = spec.mode == "Auto"
+    knobs: dict[str, Any] = {}
+    if steering:
+        known = pod.sent.knobs if pod.sent and pod.sent.knobs else _wire(control.target)
+        knobs = {**known, **({k: _whole(k, v) for k, v in move.knobs.items()} if move else {})}
+    slo = {"ttft": spec.ttft, "tpot": spec.tpot} if spec.ttft is not None and spec.tpot is not None else None
+    wanted = KnobsRequest(
+        instance=control.instance, epoch=epoch, seq=0, lease_seconds=lease_seconds if steering else 0.0, knobs=knobs,
+        fallback=_inside(control.envelope, {**declared, **(pod.fallback if steering else {})}), slo=slo,
+    )
+    if pod.sent is not None and replace(pod.sent, seq=0) == wanted:
+        due = steering and now - pod.sent_at >= lease_seconds / 3
+        return pod.sent if due else None
+    seen = control.fence.seq if control.fence.epoch == epoch else 0
+    return replace(wanted, seq=max(seen, pod.sent.seq if pod.sent and pod.sent.epoch == epoch else 0) + 1)
+
+
+def _inside(envelope: Envelope, knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Declared values cut to the envelope: one that is outside must not make the pod refuse the rest."""
+    bounds = {name: getattr(envelope, name) for name in knobs}
+    return {name: min(max(value, bounds[name][0]), bounds[name][1]) for name, value in knobs.items() if bounds[name]}
+
+
+def _whole(knob: str, value: float) -> float | int:
+    if knob not in KNOBS:
+        raise KeyError(knob)
+    return value if knob == "admission_watermark" else int(value)
+
+
+async def send(client: ControlClient, endpoint: Endpoint, pod: Pod, request: KnobsRequest, now: float) -> str | None:
+    """Ask it; the answer is the pod's new state. Returns why it did not happen, or None where it did."""
+    try:
+        pod.control = await client.put_knobs(endpoint, request)
+    except Refused as e:
+        if e.status == 409:  # another process, or another leader was here
+            pod.control, pod.sent = None, None
+        elif e.status == 422:
+            pod.drift = f"{endpoint.name} refuses: {e}"
+        return str(e)
+    except (Silent, OtherContract) as e:
+        return str(e)
+    pod.sent, pod.sent_at = request, now
+    return None

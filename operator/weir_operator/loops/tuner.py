@@ -1,0 +1,170 @@
+"""The tuner loop: poll every pod, decide, move, report. One loop for all deployments, in a cluster and on one machine alike.
+
+What differs is given: where the deployments come from (`subjects`), whether this process may steer and under which fence
+(`epoch`, None = not now), and where the news goes (`Sink`). The decision itself is `tuner.law.decide`, which is pure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS
+from weir_operator.io.scrape import ControlClient
+from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
+from weir_operator.plan.status import TuningReport
+from weir_operator.plan.tuning import remembered, report, tuner_spec, visible
+from weir_operator.tuner.law import decide
+from weir_operator.tuner.types import Decision, PodView, TunerSpec, TunerState
+
+log = logging.getLogger(__name__)
+
+_START = time.time() - time.monotonic()
+
+
+def wall_clock() -> float:
+    """Seconds since 1970 that never jump while this process lives, and go on after a restart."""
+    return _START + time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class TunerSettings:
+    """Seconds. A lease must outlast a few polls: it is renewed after a third of it."""
+
+    tick: float = 30.0
+    poll: float = 5.0
+    lease: float = 180.0
+
+    @property
+    def report_every(self) -> float:
+        """Least time between two published reports of one deployment."""
+        return 30.0 if self.tick >= 30.0 else 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one poll of one deployment saw and decided: for displays and logs."""
+
+    now: float
+    spec: TunerSpec
+    before: TunerState
+    pods: dict[str, PodView]
+    decision: Decision
+    failed: dict[str, str]  # pod → why its move was not applied
+
+
+class Sink(Protocol):
+    """Where the news goes."""
+
+    def polled(self, subject: Subject, round_: Round) -> None: ...
+    def publish(self, subject: Subject, news: TuningReport) -> None: ...
+
+
+class TunerLoop:
+    """Steers every subject each poll interval; one that fails or hangs does not hold up the others."""
+
+    def __init__(
+        self, client: ControlClient, subjects: Callable[[], Iterable[Subject]], epoch: Callable[[], int | None], sink: Sink,
+        settings: TunerSettings, clock: Callable[[], float] = wall_clock,
+    ) -> None:
+        self._client, self._subjects, self._epoch, self._sink = client, subjects, epoch, sink
+        self._settings, self._clock = settings, clock
+        self._steerings: dict[str, Steering] = {}
+
+    async def run(self) -> None:
+        """Until cancelled. Polls keep their pace: a slow round delays the next one, it is never doubled."""
+        while True:
+            began = time.monotonic()
+            await self.once()
+            await asyncio.sleep(max(0.05, self._settings.poll - (time.monotonic() - began)))
+
+    async def once(self) -> None:
+        """One poll of everything. Not leading, it forgets: the next leader's state is in the status."""
+        if self._epoch() is None:
+            self._steerings.clear()
+            return
+        subjects = list(self._subjects())
+        for gone in set(self._steerings) - {s.key for s in subjects}:
+            del self._steerings[gone]
+        results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
+        for subject, result in zip(subjects, results, strict=True):
+            if isinstance(result, asyncio.CancelledError):
+                raise result
+            if isinstance(result, BaseException):
+                log.error("tuning %s failed", subject.key, exc_info=result)
+
+    async def _steer(self, subject: Subject) -> None:
+        steering = self._steerings.setdefault(subject.key, Steering.resumed(subject.saved))
+        spec = tuner_spec(subject.resource.spec, self._settings.tick, self._settings.poll)
+        names = {e.name for e in subject.endpoints}
+        steering.pods = {name: steering.pods.get(name) or Pod() for name in sorted(names)}
+        now = self._clock()
+        await asyncio.gather(*(poll(self._client, e, steering.pods[e.name], now) for e in subject.endpoints))
+        for pod in steering.pods.values():
+            POLLS.labels("silent" if pod.silent else "ok").inc()
+        views = {name: pod.view(name) for name, pod in steering.pods.items()}
+        decision = decide(steering.state, views, spec, now)
+        failed = await self._apply(subject, steering, spec, decision, now)
+        round_ = Round(now, spec, steering.state, views, decision, failed)
+        self._absorb(steering, decision)
+        self._sink.polled(subject, round_)
+        self._publish(subject, steering, now)
+
+    async def _apply(
+        self, subject: Subject, steering: Steering, spec: TunerSpec, decision: Decision, now: float,
+    ) -> dict[str, str]:
+        """Set what was decided, renew what is due. Returns pod → why its move was not applied."""
+        epoch = self._epoch()
+        if epoch is None:  # leadership was lost while polling
+            return {move.pod: "this operator no longer leads" for move in decision.moves}
+        moves = {move.pod: move for move in decision.moves}
+
+        async def one(name: str, pod: Pod) -> str | None:
+            move = moves.get(name)
+            request = request_for(pod, spec, subject.resource, move, epoch, self._settings.lease, now)
+            if request is None or pod.silent:
+                return pod.silent or None
+            why = await send(self._client, endpoints[name], pod, request, now)
+            for knob in move.knobs if move else ():
+                MOVES.labels(knob, "refused" if why else "set").inc()
+            return why
+
+        endpoints = {e.name: e for e in subject.endpoints}
+        names = list(steering.pods)
+        answers = await asyncio.gather(*(one(name, steering.pods[name]) for name in names))
+        failed = {name: why for name, why in zip(names, answers, strict=True) if why}
+        for name in set(failed) & set(moves):
+            log.warning("%s: %s was not set: %s", subject.key, name, failed[name])
+        return {name: why for name, why in failed.items() if name in moves}
+
+    def _absorb(self, steering: Steering, decision: Decision) -> None:
+        steering.state = decision.state
+        steering.history = remembered(steering.history, decision.records)
+        for record in decision.records:
+            steering.outcomes[record.pod] = record
+            DECISIONS.labels(record.rule, record.outcome.value).inc()
+        steering.outcomes = {name: r for name, r in steering.outcomes.items() if name in steering.pods}
+
+    def _publish(self, subject: Subject, steering: Steering, now: float) -> None:
+        """Report when something worth a write changed, not too often."""
+        if steering.published_at is not None and now - steering.published_at < self._settings.report_every:
+            return
+        pods = steering.pods
+        news = report(
+            subject.resource, {name: pod.view(name) for name, pod in pods.items()}, steering.outcomes, steering.state,
+            steering.history, {name: pod.silent for name, pod in pods.items() if pod.silent},
+            "; ".join(f"{name}: {pod.drift}" for name, pod in pods.items() if pod.drift),
+            tuple(name for name, pod in pods.items() if pod.other_contract),
+        )
+        for entry in news.status["pods"]:
+            for knob, value in entry["knobs"].items():
+                if isinstance(value, int):
+                    KNOB.labels(*subject.key.split("/", 1), entry["name"], knob).set(value)
+        seen = {"tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift}
+        if seen != steering.published:
+            steering.published, steering.published_at = seen, now
+            self._sink.publish(subject, news)

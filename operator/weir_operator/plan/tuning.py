@@ -1,0 +1,178 @@
+"""Between the manifest and the tuner: what the user declared as a TunerSpec, and what the tuner did as a status."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from weir_operator.api.quantity import parse_bytes, parse_duration
+from weir_operator.api.types import InferenceDeployment, Spec
+from weir_operator.plan.args import initial_knobs
+from weir_operator.plan.status import TuningReport
+from weir_operator.tuner.types import Outcome, PodView, Poll, Record, TunerSpec, TunerState
+from weir_server.contract import Knobs, Window
+
+HISTORY_LENGTH = 20
+MAX_PODS = 50
+MIN_FINISHED = 10
+"""Fewer finished requests say nothing about attainment."""
+RECENT_SECONDS = 60.0
+
+_CALMEST_FIRST = (
+    Outcome.HOLDING, Outcome.INCONCLUSIVE, Outcome.ADVISED, Outcome.IDLE, Outcome.WARMING, Outcome.INSUFFICIENT_DATA,
+    Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED, Outcome.DRAIN_OVERDUE,
+    Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
+)
+_ACTS = {Outcome.MOVED, Outcome.ADVISED, Outcome.REVERTED}
+
+
+def tuner_spec(spec: Spec, tick_seconds: float, poll_seconds: float) -> TunerSpec:
+    """The manifest's objectives and bounds in the tuner's units. A bound that is not declared is the envelope's (None)."""
+    knobs = spec.tuning.knobs
+    watermark, budget = knobs.admission_watermark_percent, knobs.kv_cache_budget
+    bounds: dict[str, tuple[float | None, float | None]] = {
+        "max_batch_size": (knobs.max_batch_size.min, knobs.max_batch_size.max),
+        "max_queue_depth": (knobs.max_queue_depth.min, knobs.max_queue_depth.max),
+        "kv_cache_budget": (_bytes(budget.min), _bytes(budget.max)),
+        "admission_watermark": (_share(watermark.min), _share(watermark.max)),
+    }
+    return TunerSpec(
+        ttft=parse_duration(spec.slo.ttft) if spec.slo else None,
+        tpot=parse_duration(spec.slo.tpot) if spec.slo else None,
+        bounds={knob: ends for knob, ends in bounds.items() if ends != (None, None)},
+        initial=initial_knobs(knobs),
+        mode=spec.tuning.mode,
+        paused=spec.tuning.paused,
+        tick_seconds=tick_seconds,
+        poll_seconds=poll_seconds,
+    )
+
+
+def _bytes(text: str | None) -> int | None:
+    return parse_bytes(text) if text is not None else None
+
+
+def _share(percent: int | None) -> float | None:
+    return percent / 100 if percent is not None else None
+
+
+def remembered(history: Sequence[Mapping[str, Any]], records: Iterable[Record]) -> list[dict[str, Any]]:
+    """History, newest first, with what `records` add: every act, and otherwise only what a pod was not already said to do."""
+    out = [dict(h) for h in history]
+    for record in records:
+        latest = next((h for h in out if h["pod"] == record.pod), None)
+        same = latest is not None and (latest["outcome"], latest["rule"]) == (record.outcome.value, record.rule)
+        if record.outcome in _ACTS or not same:
+            out.insert(0, _entry(record))
+    return out[:HISTORY_LENGTH]
+
+
+def _entry(record: Record) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "time": datetime.fromtimestamp(record.t, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "pod": record.pod, "rule": record.rule, "outcome": record.outcome.value, "reason": record.reason,
+    }
+    if record.changes:
+        entry["changes"] = {knob: [_short(a), _short(b)] for knob, (a, b) in record.changes.items()}
+    for name in ("predicted", "observed"):
+        if values := getattr(record, name):
+            entry[name] = {k: _short(v, 3) for k, v in values.items()}
+    return entry
+
+
+def _short(value: float, digits: int = 10) -> float | int | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return int(value) if float(value).is_integer() else float(f"{value:.{digits}g}")
+
+
+def knobs_status(knobs: Knobs) -> dict[str, Any]:
+    """Knobs as a user writes them in the manifest."""
+    out: dict[str, Any] = {
+        "maxBatchSize": knobs.max_batch_size,
+        "maxQueueDepth": knobs.max_queue_depth,
+        "admissionWatermarkPercent": round(knobs.admission_watermark * 100),
+    }
+    if knobs.kv_cache_budget is not None:
+        out["kvCacheBudget"] = f"{knobs.kv_cache_budget // 2**20}Mi"
+    return out
+
+
+def _span(polls: Sequence[Poll], seconds: float) -> tuple[Window, Window] | None:
+    """The first and last window of the same process within the last `seconds` of the polls."""
+    windows = [(p.at, p.window) for p in polls if p.window]
+    if not windows:
+        return None
+    at, last = windows[-1]
+    first = next(w for t, w in windows if at - t <= seconds and w.instance == last.instance)
+    return (first, last) if first is not last else None
+
+
+def good_percent(pods: Iterable[PodView]) -> int | None:
+    """Whole percent of the rows that finished in the polls kept and met both objectives; None where too few did."""
+    good = total = 0
+    for pod in pods:
+        if (span := _span(pod.polls, math.inf)) and span[1].slo_total >= span[0].slo_total:
+            total += span[1].slo_total - span[0].slo_total
+            good += span[1].slo_good["both"] - span[0].slo_good["both"]
+    return round(100 * good / total) if total >= MIN_FINISHED else None
+
+
+def refused_lately(pods: Iterable[PodView]) -> bool:
+    """Whether rows were refused for want of room in the last minute; draining pods and bad requests do not count."""
+    def count(window: Window) -> int:
+        return sum(sum(window.refused.get(reason, {}).values()) for reason in ("queue_full", "kv_budget"))
+
+    spans = [span for pod in pods if (span := _span(pod.polls, RECENT_SECONDS))]
+    return any(count(last) > count(first) for first, last in spans)
+
+
+def report(
+    resource: InferenceDeployment, pods: Mapping[str, PodView], outcomes: Mapping[str, Record], state: TunerState,
+    history: Sequence[Mapping[str, Any]], silent: Mapping[str, str], drift: str, other_contract: tuple[str, ...],
+) -> TuningReport:
+    """What is published of one deployment. `outcomes`: each pod's record of the last tick."""
+    tuning, percent = resource.spec.tuning, good_percent(pods.values())
+    effective = {name: w.effective for name, pod in sorted(pods.items()) if (w := _last(pod))}
+    status: dict[str, Any] = {
+        "mode": "Paused" if tuning.paused and tuning.mode != "Disabled" else tuning.mode,
+        "pods": [_pod_status(name, knobs, outcomes.get(name)) for name, knobs in list(effective.items())[:MAX_PODS]],
+        "history": list(history),
+        "state": rounded(state.to_json()),
+    }
+    if percent is not None:
+        status["slo"] = f"{percent}%"
+    if effective:
+        status["knobs"] = knobs_status(next(iter(effective.values())))
+    worst = max(outcomes.values(), key=lambda r: _CALMEST_FIRST.index(r.outcome), default=None)
+    return TuningReport(
+        status=status, ready=len(pods), answering=len(pods) - len(silent), silent=dict(silent), good_percent=percent,
+        refusing=refused_lately(pods.values()), outcome=worst.outcome if worst else None, reason=worst.reason if worst else "",
+        drift=drift, other_contract=other_contract,
+    )
+
+
+def _pod_status(name: str, knobs: Knobs, record: Record | None) -> dict[str, Any]:
+    return {"name": name, "knobs": knobs_status(knobs), **({"outcome": record.outcome.value} if record else {})}
+
+
+def _last(pod: PodView) -> Window | None:
+    return next((p.window for p in reversed(pod.polls) if p.window), None)
+
+
+def rounded(value: Any) -> Any:
+    """`value` with floats cut to nine digits: a state that is resumed need not be exact, and a status must stay small."""
+    if isinstance(value, float):
+        return float(f"{value:.9g}") if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(k): rounded(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(v) for v in value]
+    return value
+
+
+def visible(status: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of status.tuning whose change is worth a write; the saved state alone is not."""
+    return {k: v for k, v in status.items() if k != "state"}
