@@ -1,0 +1,22 @@
+"""What parity tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weir_server.exec.runner import LoadedModel, load
+from weir_server.link.messages import Boot
+
+
+@pytest.fixture
+def load_dir(tmp_path: Path) -> Callable[..., LoadedModel]:
+    """Load a model directory with its cache below the test's own folder."""
+
+    def _load(path: Path, **boot: Any) -> LoadedModel:
+        return load(Boot(model=str(path), threads=2, cache_dir=str(tmp_path / "cache"), **boot))
+
+    return _load
