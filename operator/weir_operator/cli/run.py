@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import signal
 from collections.abc import Callable
@@ -12,6 +11,8 @@ from typing import NoReturn
 from weir_operator.handlers.watches import Freshness, watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
 from weir_operator.loops.operator import OperatorSettings, own_namespace, run
+from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
 
 log = logging.getLogger(__name__)
@@ -35,14 +36,18 @@ def run_operator(
 
 
 async def _run(settings: OperatorSettings) -> None:
-    stop = asyncio.Event()
-    for sign in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(sign, stop.set)
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def take_signals() -> None:
+        for sign in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(sign, stop.set)
+
+    take_signals()
     connection = await configuration()
+    freshness = Freshness()
+
+    async def watcher(store: Store, queue: WorkQueue, stop: asyncio.Event) -> None:
+        await watch(connection, store, queue, freshness, settings.namespaces, stop, take_signals)
+
     async with Kube(connection) as kube:
-        watcher = functools.partial(_watch, connection, settings.namespaces)
         await run(settings, kube, watcher, stop)
-
-
-async def _watch(connection, namespaces, store, queue, stop):  # type: ignore[no-untyped-def]
-    await watch(connection, store, queue, Freshness(), namespaces, stop)

@@ -70,9 +70,9 @@ def _registry(store: Store, queue: WorkQueue, freshness: Freshness, login: Any) 
         return seen
 
     kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, id="resource", registry=registry)(watcher(names.KIND))
-    managed: dict[str, Any] = {names.MANAGED_LABEL: "true"}
-    for kind, selector in _CHILDREN.items():
-        kopf.on.event(*selector, id=kind.lower(), labels=managed, registry=registry)(watcher(kind))
+    managed: Any = {names.MANAGED_LABEL: "true"}
+    for kind, (group, version, plural) in _CHILDREN.items():
+        kopf.on.event(group, version, plural, id=kind.lower(), labels=managed, registry=registry)(watcher(kind))
     return registry
 
 
@@ -81,7 +81,7 @@ def _login(connection: Configuration) -> Callable[..., Any]:
 
     async def login(**_: Any) -> kopf.ConnectionInfo:
         bearer = await connection.get_api_key_with_prefix("BearerToken")
-        scheme, _, token = (bearer or "").rpartition(" ")
+        scheme, _space, token = (bearer or "").rpartition(" ")
         return kopf.ConnectionInfo(
             server=connection.host, ca_path=connection.ssl_ca_cert, insecure=not connection.verify_ssl,
             username=connection.username or None, password=connection.password or None,
@@ -94,15 +94,26 @@ def _login(connection: Configuration) -> Callable[..., Any]:
 
 async def watch(
     connection: Configuration, store: Store, queue: WorkQueue, freshness: Freshness, namespaces: Sequence[str],
-    stop: asyncio.Event,
+    stop: asyncio.Event, started: Callable[[], None],
 ) -> None:
-    """Feed the store and the queue until `stop` is set."""
+    """Feed the store and the queue until `stop` is set. `started` is called once kopf has taken the process' signals for
+    itself, so that the caller can take them back."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    ready = asyncio.Event()
+
+    async def announce() -> None:
+        await ready.wait()
+        await asyncio.sleep(1)  # kopf takes the signals one turn of the event loop after it says that it is ready
+        started()
+
+    announcing = asyncio.create_task(announce())
     await kopf.operator(
         registry=_registry(store, queue, freshness, _login(connection)),
         settings=_settings(namespaces),
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         standalone=True,
+        ready_flag=ready,
         stop_flag=stop,
     )
+    announcing.cancel()

@@ -144,11 +144,11 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
             sink = ClusterSink(reconciler, queue, store, events)
             tuner = TunerLoop(client, lambda: subjects(store, key), lease.epoch, sink, settings.tuner)
             writers = [tuner.run(), queue.run(), _resync(reconciler, queue, store, settings.namespaces), heartbeat()]
-            groups = [
+            groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
                 for parts in (writers, [lease.run()], [watch(store, queue, stop)])
             ]
-            stopped = asyncio.create_task(stop.wait())
+            stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait([*groups[0], *groups[1], *groups[2], stopped], return_when=asyncio.FIRST_COMPLETED)
             stop.set()
             for group in groups:  # the Lease is given back once nothing writes any more
