@@ -1,0 +1,237 @@
+"""Load over HTTP: open loop (requests leave when the schedule says, whatever the server does) or closed (n clients in turn).
+
+Every request ends in one `Outcome`, also when it is refused, times out or breaks. The generator watches itself: a run in
+which its own event loop lagged is not to be believed, so lag and CPU are part of the report.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import aiohttp
+
+from weir_bench.arrivals import Arrival, prompt_ids
+from weir_bench.goodput import quantile
+
+LAG_INTERVAL = 0.01
+TAIL_BYTES = 4096
+"""Enough of a stream's end to hold its last event with a finish reason, the usage event and [DONE]."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one request. Times in seconds; `offered`, `sent` and `ended` since the start of the run.
+
+    status: HTTP status, or 0 where no answer came (`error` says why). ttft counts from when the request was *due*, so that
+    a late generator flatters nobody. tpot: mean time between tokens after the first; None where fewer than two came.
+    """
+
+    offered: float
+    prompt: int
+    output: int
+    sent: float = 0.0
+    ended: float = 0.0
+    status: int = 0
+    ttft: float | None = None
+    tpot: float | None = None
+    tokens: int = 0
+    finish: str | None = None
+    retry_after: float | None = None
+    error: str | None = None
+    gaps: list[float] = field(default_factory=list)  # between events, where asked for
+
+
+@dataclass(slots=True)
+class Report:
+    """A run: outcomes in order of offer; loop lag (s) and CPU (share of one core) of the generator itself."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    lag_p50: float
+    lag_p99: float
+    lag_max: float
+    cpu: float
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def niced(by: int = 10) -> None:
+    """Lets the server go first on a shared machine. Cannot be undone by an ordinary user."""
+    with suppress(OSError):
+        os.nice(by)
+
+
+class Client:
+    """Sends completions to one server. Use as an async context manager."""
+
+    def __init__(self, url: str, model: str | None = None, *, seed: int = 0, timeout: float = 120.0, keep_gaps: bool = False,
+                 extra: dict[str, Any] | None = None) -> None:
+        self.url, self.model, self.timeout, self.keep_gaps = url.rstrip("/"), model, timeout, keep_gaps
+        self.extra = extra or {}
+        self.rng = random.Random(seed)
+        self.start = time.monotonic()
+
+    async def __aenter__(self) -> Client:
+        # no limit on connections: an open-loop generator must never queue on its own side
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        self.start = time.monotonic()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    def now(self) -> float:
+        return time.monotonic() - self.start
+
+    async def send(self, arrival: Arrival, offered: float) -> Outcome:
+        """One streamed completion of exactly `arrival.output` tokens over a prompt of exactly `arrival.prompt`."""
+        body = {
+            "prompt": prompt_ids(arrival.prompt, self.rng), "max_tokens": arrival.output, "temperature": 0, "ignore_eos": True,
+            "stream": True, "stream_options": {"include_usage": True}, **self.extra,
+        }
+        if self.model is not None:
+            body["model"] = self.model
+        outcome = Outcome(offered, arrival.prompt, arrival.output, sent=self.now())
+        try:
+            async with asyncio.timeout(self.timeout):
+                async with self.session.post(f"{self.url}/v1/completions", json=body) as answer:
+                    outcome.status = answer.status
+                    if answer.status == 200:
+                        await self._stream(answer, outcome)
+                    else:
+                        outcome.retry_after = _number(answer.headers.get("Retry-After"))
+                        outcome.error = (await answer.text())[:200]
+        except TimeoutError:
+            outcome.error = f"no end within {self.timeout:g} s"
+        except aiohttp.ClientError as e:
+            outcome.error = f"{type(e).__name__}: {e}"
+        except asyncio.CancelledError:
+            outcome.error = "the run ended first"
+        outcome.ended = self.now()
+        return outcome
+
+    async def _stream(self, answer: aiohttp.ClientResponse, outcome: Outcome) -> None:
+        """Reads events without parsing each: only the tail is, for its usage and finish reason."""
+        first = last = None
+        tail = b""
+        async for chunk in answer.content.iter_any():
+            tail = (tail + chunk)[-TAIL_BYTES:]
+            if b'"choices":[{' not in chunk and b'"choices": [{' not in chunk:
+                continue  # keep-alive comments, usage, [DONE]
+            now = self.now()
+            if first is None:
+                first = now
+                outcome.ttft = now - outcome.offered
+            elif self.keep_gaps and last is not None:
+                outcome.gaps.append(now - last)
+            last = now
+        for event in _events(tail):
+            if "error" in event:
+                outcome.error = str(event["error"])[:200]
+            for choice in event.get("choices") or []:
+                outcome.finish = choice.get("finish_reason") or outcome.finish
+            if usage := event.get("usage"):
+                outcome.tokens = usage["completion_tokens"]
+        if outcome.finish is None and outcome.error is None:
+            outcome.error = "the stream ended without a finish reason"
+        if first is not None and last is not None and outcome.tokens > 1:
+            outcome.tpot = (last - first) / (outcome.tokens - 1)
+
+
+async def open_loop(client: Client, arrivals: list[Arrival], *, drain: float = 60.0,
+                    on_outcome: Callable[[Outcome], None] | None = None) -> Report:
+    """Offers `arrivals` when they are due, then waits at most `drain` seconds for the last to end and cancels what is left."""
+    tasks: list[asyncio.Task[Outcome]] = []
+    async with Watch() as watch:
+        client.start = time.monotonic()
+        try:
+            for arrival in arrivals:
+                await asyncio.sleep(max(0.0, arrival.at - client.now()))
+                tasks.append(asyncio.create_task(_sent(client, arrival, on_outcome)))
+            if tasks:
+                await asyncio.wait(tasks, timeout=drain)
+        finally:
+            for task in tasks:
+                task.cancel()
+            outcomes = [o for o in await asyncio.gather(*tasks, return_exceptions=True) if isinstance(o, Outcome)]
+    return watch.report(outcomes)
+
+
+async def _sent(client: Client, arrival: Arrival, on_outcome: Callable[[Outcome], None] | None) -> Outcome:
+    outcome = await client.send(arrival, arrival.at)
+    if on_outcome is not None:
+        on_outcome(outcome)
+    return outcome
+
+
+async def closed_loop(client: Client, clients: int, arrivals: list[Arrival]) -> Report:
+    """`clients` workers share `arrivals` (their times are ignored): each sends its next when its last has ended."""
+    queue: Iterator[Arrival] = iter(arrivals)
+    outcomes: list[Outcome] = []
+
+    async def worker() -> None:
+        for arrival in queue:
+            outcomes.append(await client.send(arrival, client.now()))
+
+    async with Watch() as watch:
+        client.start = time.monotonic()
+        await asyncio.gather(*(worker() for _ in range(clients)))
+    return watch.report(sorted(outcomes, key=lambda o: o.offered))
+
+
+class Watch:
+    """Measures its own event loop's lag and the process's CPU while the context is open."""
+
+    async def __aenter__(self) -> Watch:
+        self.lags: list[float] = []
+        self.began, self.cpu = time.monotonic(), _cpu_seconds()
+        self.task = asyncio.create_task(self._sample())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+        self.seconds = time.monotonic() - self.began
+        self.share = (_cpu_seconds() - self.cpu) / max(self.seconds, 1e-9)
+
+    async def _sample(self) -> None:
+        while True:
+            due = time.monotonic() + LAG_INTERVAL
+            await asyncio.sleep(LAG_INTERVAL)
+            self.lags.append(max(0.0, time.monotonic() - due))
+
+    def report(self, outcomes: list[Outcome]) -> Report:
+        lags = self.lags or [0.0]
+        return Report(outcomes, self.seconds, quantile(lags, 0.5), quantile(lags, 0.99), max(lags), self.share)
+
+
+def _events(tail: bytes) -> Iterator[dict[str, Any]]:
+    for line in tail.split(b"\n"):
+        if line.startswith(b"data:") and b"[DONE]" not in line:
+            with suppress(ValueError):  # the first line of the tail may be half an event
+                event = json.loads(line[5:])
+                if isinstance(event, dict):
+                    yield event
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text is not None else None
+    except ValueError:
+        return None
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime

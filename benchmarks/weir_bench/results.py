@@ -1,0 +1,55 @@
+"""Raw results: one JSON file for each run, with the machine, the instruction set, the versions and the date beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent.parent / "results"
+PACKAGES = ("weir", "torch", "numpy", "aiohttp", "kopf", "kubernetes")
+ISA = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd")
+
+
+def machine() -> dict[str, Any]:
+    """What the run ran on. `load_average` says how alone it was."""
+    cpu = _cpuinfo()
+    return {
+        "cpu": cpu.get("model name", platform.processor() or platform.machine()),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "isa": [f for f in ISA if f in cpu.get("flags", cpu.get("Features", "")).split()],
+        "isa_limits": {k: os.environ[k] for k in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA") if k in os.environ},
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "load_average": [round(x, 2) for x in os.getloadavg()],
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "versions": {p: _version(p) for p in PACKAGES},
+    }
+
+
+def write(name: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
+    """Writes {name}.json into `folder`; a newer run replaces an older."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    document = {"benchmark": name, "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), **figures}
+    path.write_text(json.dumps(document, indent=1) + "\n")
+    return path
+
+
+def _cpuinfo() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+    except OSError:
+        return {}
+    return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

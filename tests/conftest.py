@@ -1,0 +1,29 @@
+"""What every tier shares: the benchmarks' package on the path, and which tiers may not be skipped.
+
+WEIR_REQUIRE=cluster,api_server,chart turns a skip of a test with one of these markers into a failure: where their programs are
+known to be there, a tier that skips itself proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+REQUIRED = frozenset(m.strip() for m in os.environ.get("WEIR_REQUIRE", "").split(",") if m.strip())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Any:
+    report = yield
+    required = REQUIRED & {m.name for m in item.iter_markers()}
+    if required and report.skipped and not hasattr(report, "wasxfail"):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"WEIR_REQUIRE names {', '.join(sorted(required))}, so this may not be skipped: {why}"
+    return report
