@@ -13,13 +13,15 @@ from weir_operator.loops.tuner import TunerSettings
 app = typer.Typer(
     name="weir-operator", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", add_completion=True,
     help=(
-        "Run LLM servers and keep their batch size, KV budget, admission watermark and queue depth right for their traffic.\n\n"
-        "[b]run[/b] does it in a cluster, [b]local[/b] on this machine with the same manifest, the same law and the same status."
+        "Run LLM servers and keep their batch size, KV budget, watermark and queue depth right for their traffic.\n\n"
+        "[b]run[/b] does it in a cluster, [b]local[/b] on this machine: same manifest, same law, same status."
     ),
 )
 
 Tick = Annotated[float, typer.Option("--tick-seconds", envvar="WEIR_TICK_SECONDS", min=0.2, help="Time between decisions.")]
-Poll = Annotated[float, typer.Option("--poll-seconds", envvar="WEIR_POLL_SECONDS", min=0.1, help="Time between readings of a pod.")]
+Poll = Annotated[float, typer.Option(
+    "--poll-seconds", envvar="WEIR_POLL_SECONDS", min=0.1, help="Time between readings of a pod.",
+)]
 Lease = Annotated[float, typer.Option(
     "--lease-seconds", envvar="WEIR_LEASE_SECONDS", min=1.0,
     help="How long a pod keeps tuned knobs when the operator is gone; then it returns to its fallback.",
@@ -83,7 +85,7 @@ def plan(
 @app.command()
 def local(
     file: Annotated[Path, typer.Argument(help="The same manifest that a cluster would get.")],
-    mode: Annotated[str | None, typer.Option("--mode", help="Auto, Advise or Disabled in place of the manifest's mode.")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help="Auto, Advise or Disabled, not the manifest's.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address of the servers.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the first server; 0 = a free one.")] = 8080,
     status_file: Annotated[Path | None, typer.Option("--status-file", help="Keep the status in this file, as JSON.")] = None,

@@ -38,11 +38,11 @@ class TunerSettings:
     tick: float = 30.0
     poll: float = 5.0
     lease: float = 180.0
+    report: float | None = None  # least time between two published reports of one deployment; None: as fits a cluster
 
     @property
     def report_every(self) -> float:
-        """Least time between two published reports of one deployment."""
-        return 30.0 if self.tick >= 30.0 else 10.0
+        return self.report if self.report is not None else 30.0 if self.tick >= 30.0 else 10.0
 
 
 @dataclass(frozen=True, slots=True)
