@@ -123,14 +123,15 @@ def from_gguf(header: GgufHeader, rope_divisors: tuple[float, ...] = ()) -> Deco
             raise ModelError(f"{where} sets {family}.{key} = {own[key]!r}, which this server does not implement.")
     if own.get("rope.scaling.type") == "linear":
         rope_divisors = (_positive(own, "rope.scaling.factor", where),) * (head_dim // 2)
-    vocab = len(meta.get("tokenizer.ggml.tokens", ())) or _count(own, "vocab_size", where)
-    if "token_embd.weight" in header.tensors:
-        vocab = header.tensors["token_embd.weight"].shape[0]
+    if "token_embd.weight" not in header.tensors:
+        raise ModelError(f"{where} has no tensor token_embd.weight.")
     return _checked(
         DecoderConfig(
             family=family, layers=_count(own, "block_count", where), hidden=hidden, heads=heads,
             kv_heads=_count(own, "attention.head_count_kv", where, heads), head_dim=head_dim,
-            ffn=_count(own, "feed_forward_length", where), vocab=vocab, context=_count(own, "context_length", where),
+            ffn=_count(own, "feed_forward_length", where),
+            vocab=header.tensors["token_embd.weight"].shape[0],  # may be padded beyond the tokenizer's
+            context=_count(own, "context_length", where),
             rms_eps=_positive(own, "attention.layer_norm_rms_epsilon", where, 1e-5),
             rope_theta=_positive(own, "rope.freq_base", where, 10000.0), rope_divisors=rope_divisors,
             tied="output.weight" not in header.tensors,

@@ -180,7 +180,9 @@ class _Cursor:
             name = self.string()
             dims = tuple(self.scalar("Q") for _ in range(min(self.scalar("I"), 8)))
             entries.append((name, dims[::-1], self.scalar("I"), self.scalar("Q")))
-        alignment = int(metadata.get("general.alignment", 32)) or 32
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{path} sets general.alignment = {alignment!r}, which is no positive number.")
         base = -(-self.at // alignment) * alignment
         return GgufHeader(path, metadata, {e[0]: _tensor(path, base, *e) for e in entries})
 

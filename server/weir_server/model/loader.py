@@ -12,6 +12,7 @@ The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_hea
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -285,7 +286,8 @@ def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> bool:
         save_file(dict(weights), temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as e:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         log.warning("cannot write the weight cache %s: %s", path, e)
         return False
     return True
