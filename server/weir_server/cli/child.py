@@ -7,6 +7,8 @@ the closed channel ends its loop. What is the user's mistake reaches the parent 
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import signal
 import socket
 import sys
@@ -29,6 +31,8 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     for s in (signal.SIGINT, signal.SIGTERM):  # the parent decides when the engine ends
         signal.signal(s, signal.SIG_IGN)
+    level = os.environ.get("WEIR_LOG_LEVEL", "info").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     channel = Channel(socket.socket(fileno=int(argv[1])))
     try:
         return _serve(channel)

@@ -119,8 +119,20 @@ class KnobBoard:
                 raise KnobError(400, f"{name!r} is no objective; the objectives are ttft and tpot")
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
                 raise KnobError(400, f"slo.{name} must be a positive number of seconds")
-        new = replace(self.slo, **values)
+        new = replace(self.slo, ttft=values.get("ttft", self.slo.ttft), tpot=values.get("tpot", self.slo.tpot))
         return self.slo if new == self.slo else replace(new, generation=self.slo.generation + 1)
+
+
+def within(envelope: Envelope, wanted: Mapping[str, Any], chunk_bytes: int) -> dict[str, Any]:
+    """Declared start values, moved to the nearest bound where they lie outside, a budget in whole chunks."""
+    out = {}
+    for name, value in wanted.items():
+        if getattr(envelope, name) is not None:
+            bound = envelope.violation(name, value)
+            out[name] = value if bound is None else bound
+            if name == "kv_cache_budget":
+                out[name] = int(out[name]) // chunk_bytes * chunk_bytes
+    return out
 
 
 def _content(request: KnobsRequest) -> dict[str, Any]:

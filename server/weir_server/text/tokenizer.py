@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,10 @@ class Tokenizer:
     def longest_piece(self) -> int:
         """Bytes of the longest token: no text of more than n times so many bytes has only n tokens."""
         return max(map(len, self.pieces))
+
+    def hiding(self, ids: tuple[int, ...]) -> Tokenizer:
+        """The same, with these ids hidden from the text too: what ends a text is no part of it."""
+        return replace(self, special=self.special | frozenset(ids))
 
     def encode(self, text: str, add_special: bool) -> list[int]:
         """Ids of `text`; names of special tokens in it become those tokens.

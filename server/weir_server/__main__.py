@@ -1,0 +1,58 @@
+"""`weir-server`: the command line. A user's mistake is one line on stderr and exit status 2, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from weir_server.link.errors import UserError
+
+NOT_YET = (
+    "--quantize", "--max-batch-prefill", "--max-batch-prefill-tokens", "--enable-preemption", "--preemption-policy",
+    "--cpu-offload-space", "--no-batch", "--draft-kind", "--prompt-lookup-max-batch", "--pressure-policy",
+    "--decode-storage-backend", "--q-padding-interval-size", "--kv-padding-interval-size", "--no-cuda-graphs",
+    "--no-async-batching",
+)  # fmt: skip
+"""Flags whose features do not exist yet: refused by name, rather than accepted and ignored."""
+
+
+def drop_service_links() -> None:
+    """For a Service called `weir` Kubernetes sets WEIR_PORT=tcp://…: such a value is no setting of ours."""
+    for name, value in list(os.environ.items()):
+        if name.startswith("WEIR_") and value.startswith(("tcp://", "udp://", "sctp://")):
+            print(f"weir-server: {name}={value} is a service link and no setting; ignored", file=sys.stderr)
+            del os.environ[name]
+
+
+def refuse_what_is_not_there(arguments: list[str]) -> None:
+    for argument in arguments:
+        if (flag := argument.split("=", 1)[0]) in NOT_YET:
+            raise UserError(f"{flag} is not available yet.")
+
+
+def main() -> None:
+    drop_service_links()
+    try:
+        refuse_what_is_not_there(sys.argv[1:])
+        from weir_server.cli.serve import command
+        from weir_server.http.engine_client import EngineFailed
+
+        app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
+        app.callback()(lambda: None)
+        app.command("serve")(command)
+        try:
+            app()
+        except EngineFailed as e:
+            print(f"weir-server: {e}", file=sys.stderr)
+            sys.exit(1)
+    except UserError as e:
+        print(f"weir-server: {e}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""The two aiohttp applications: one for clients, one for the operator."""
+
+from __future__ import annotations
+
+import functools
+
+from aiohttp import web
+
+from weir_server.http.auth import OPEN, require, token_in
+from weir_server.http.control import CONTROL
+from weir_server.http.errors import json_errors
+from weir_server.http.generate import chat, completions
+from weir_server.http.keys import SERVICE
+from weir_server.http.metrics import registry_of
+from weir_server.http.ops import LOOKING, METRICS, REGISTRY
+from weir_server.http.service import Service
+
+CONTROL_BODY = 64 * 1024
+
+
+def client_app(service: Service) -> web.Application:
+    options = service.options
+    guard = [require(lambda: options.api_keys, OPEN)] if options.api_keys else []
+    app = web.Application(middlewares=[json_errors, *guard], client_max_size=options.body_limit)
+    app.add_routes([web.post("/v1/chat/completions", chat), web.post("/v1/completions", completions), *LOOKING])
+    return _with(app, service)
+
+
+def control_app(service: Service) -> web.Application:
+    file = service.options.token_file
+    guard = [require(functools.partial(token_in, file))] if file else []
+    app = web.Application(middlewares=[json_errors, *guard], client_max_size=CONTROL_BODY)
+    app.add_routes(CONTROL)
+    return _with(app, service)
+
+
+def _with(app: web.Application, service: Service) -> web.Application:
+    app[SERVICE] = service
+    app[REGISTRY] = registry_of(service)
+    if service.options.metrics:
+        app.add_routes(METRICS)
+    return app

@@ -1,0 +1,70 @@
+"""Sockets to listen on. They are bound before the model loads (a port in use is known at once) and listen only after."""
+
+from __future__ import annotations
+
+import errno
+import socket
+
+from weir_server.link.errors import UserError
+
+LOOPBACK = "localhost"
+
+
+def bind(host: str | None, port: int) -> list[socket.socket]:
+    """Bound, not yet listening. `host` None: every address, IPv4 and IPv6; "localhost": both loopbacks. Port 0: any free one.
+
+    Where IPv6 is switched off, IPv4 alone serves, and the other way round. Raises UserError.
+    """
+    if host is None:
+        return [_any(port)]
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise UserError(f"Cannot listen on {host!r}: {e.strerror}.") from None
+    sockets: list[socket.socket] = []
+    for family, _, _, _, address in dict.fromkeys(infos):
+        wanted = (str(address[0]), sockets[0].getsockname()[1] if sockets else port)
+        try:
+            sockets.append(_bound(family, wanted, only_v6=True))
+        except UserError:
+            if sockets or len(infos) == 1 or family != socket.AF_INET6:
+                raise
+        except OSError:
+            if len(infos) == 1:
+                raise UserError(f"Cannot listen on {url(host, port)}.") from None
+    return sockets
+
+
+def _any(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        try:
+            return _bound(socket.AF_INET6, ("::", port), only_v6=False)
+        except OSError:
+            pass  # IPv6 is compiled in and switched off
+    return _bound(socket.AF_INET, ("0.0.0.0", port), only_v6=False)
+
+
+def _bound(family: int, address: tuple[str, int], only_v6: bool) -> socket.socket:
+    """Raises UserError if the port is taken or forbidden, OSError if this kind of address can't be had here."""
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
+        sock.bind(address)
+    except OSError as e:
+        sock.close()
+        if e.errno in (errno.EADDRINUSE, errno.EACCES):
+            why = "is in use" if e.errno == errno.EADDRINUSE else "is not ours to open"
+            raise UserError(f"Port {address[1]} {why} on {address[0]}; choose another one (0 picks a free one).") from None
+        raise
+    return sock
+
+
+def url(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def url_of(sockets: list[socket.socket], host: str | None) -> str:
+    """Where a client on this machine reaches them."""
+    return url("127.0.0.1" if host in (None, "0.0.0.0") else str(host), sockets[0].getsockname()[1])

@@ -1,0 +1,125 @@
+"""Calls in flight: what one HTTP request waits for, and its rows as their events come in.
+
+The event loop's reader fills `LiveRow`s; the call's handler wakes, takes all that is pending and writes it at once. A slow
+client therefore costs no more than the text of its rows, whose length the context bounds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from weir_server.http.errors import ApiError, overloaded
+from weir_server.http.observe import Row
+from weir_server.link.messages import Submit, TokenLogprobs
+from weir_server.text.detok import RowText
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One generated token with its logprobs, and where its text begins in the row's text."""
+
+    token: int
+    logprobs: TokenLogprobs
+    offset: int
+
+
+@dataclass(slots=True, eq=False)
+class LiveRow:
+    """`text`, `entries`: pending for the handler. `reason` is set once, when the row is over for its client."""
+
+    call: Call
+    id: int  # the engine's request
+    choice: int  # which of that request's rows
+    index: int  # which choice of the HTTP response
+    limit: int  # most tokens that it may generate
+    seen: Row
+    text: RowText
+    pending: list[str] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    chars: int = 0  # of text released so far
+    cached: int = 0
+    slot: int | None = None
+    admitted: bool = False
+    reason: str | None = None
+    message: str = ""
+
+    def take(self) -> tuple[str, list[Entry]]:
+        """All that is pending."""
+        text, entries = "".join(self.pending), self.entries
+        self.pending, self.entries = [], []
+        return text, entries
+
+    def put(self, text: str) -> None:
+        if text:
+            self.pending.append(text)
+            self.chars += len(text)
+
+    def end(self, reason: str, message: str = "") -> None:
+        if self.reason is None:
+            self.put(self.text.finish())
+            self.reason, self.message = reason, message
+
+
+class Call:
+    """One HTTP request: `name` is what /v1/requests knows it by, `label` the client's own id if it gave a good one."""
+
+    def __init__(self, name: str, label: str | None, arrived: float, submits: Sequence[Submit]) -> None:
+        self.name = name
+        self.label = label
+        self.arrived = arrived
+        self.submits = submits
+        self.rows: list[LiveRow] = []
+        self.wake = asyncio.Event()
+        self.cancelled_by_request = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(s.prompt) for s in self.submits)
+
+    @property
+    def done(self) -> bool:
+        return all(row.reason is not None for row in self.rows)
+
+    @property
+    def started(self) -> bool:
+        return any(row.admitted for row in self.rows)
+
+    async def until_started(self) -> None:
+        """Until a row was admitted to the batch, or all are over without that."""
+        while not (self.started or self.done):
+            await self.changed()
+
+    async def until_done(self) -> None:
+        while not (self.done or self.failure()):
+            await self.changed()
+
+    async def changed(self) -> None:
+        """Until something is new since the last call."""
+        await self.wake.wait()
+        self.wake.clear()
+
+    def failure(self) -> ApiError | None:
+        """The first row that ended neither by itself nor at its limit, as an answer."""
+        for row in self.rows:
+            if row.reason == "handed_back":
+                return overloaded(f"Handed back before it began: {row.message}", 0, "draining")
+            if row.reason == "cancelled":
+                if self.cancelled_by_request:
+                    return ApiError(409, "The request was cancelled.", kind="cancelled", code="cancelled")
+                return overloaded(row.message or "The request was ended by the server.", 0, "draining")
+            if row.reason == "error":
+                return ApiError(500, row.message or "inference backend error", kind="server_error")
+        return None
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage. Tokens count up to the one that completed a stop string; each prompt counts once."""
+        generated = sum(row.text.tokens for row in self.rows)
+        cached = {row.id: row.cached for row in self.rows if row.choice == 0}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+        }

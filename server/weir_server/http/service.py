@@ -1,0 +1,204 @@
+"""What the routes share: the model's text side, the engine, the book, the knobs; and the one way into the queue."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, TypeVar
+
+from weir_server.contract import CONTRACT_MAJOR, CONTRACT_MINOR, ControlState, Knobs, Slo, Window
+from weir_server.engine.memory import cgroup_limit, memory_used
+from weir_server.http.book import Book
+from weir_server.http.engine_client import EngineClient
+from weir_server.http.errors import ApiError, overloaded
+from weir_server.http.gate import is_full, retry_after
+from weir_server.http.knobs import KnobBoard, within
+from weir_server.http.live import Call
+from weir_server.http.observe import Observations
+from weir_server.http.window import build_window
+from weir_server.link.messages import Drain, Ready, Report, SetKnobs
+from weir_server.text.defaults import GenerationDefaults
+from weir_server.text.template import ChatTemplate
+from weir_server.text.tokenizer import Tokenizer
+
+log = logging.getLogger("weir.http")
+INLINE_BYTES = 4096
+"""Texts up to here are tokenised on the event loop (well under a millisecond); longer ones in a thread."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Model:
+    """The text side of the served model. `name` is what clients call it."""
+
+    name: str
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    defaults: GenerationDefaults
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line decides about the HTTP side."""
+
+    slo: Slo
+    body_limit: int = 16 * 1024 * 1024
+    drain_timeout: Callable[[], float] = lambda: 120.0  # asked when a drain begins
+    initial: Mapping[str, Any] = field(default_factory=dict)  # knobs in force at start instead of the engine's own
+    api_keys: tuple[bytes, ...] = ()
+    token_file: str | None = None
+    metrics: bool = True
+
+
+class Busy(Exception):
+    """The queue is full; `retry_after` in seconds."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(retry_after)
+        self.retry_after = retry_after
+
+
+@dataclass
+class Service:
+    """One per process. `now` is the monotonic clock that both processes share."""
+
+    model: Model
+    ready: Ready
+    engine: EngineClient
+    options: Options
+    now: Callable[[], float] = time.monotonic
+    started: datetime = field(default_factory=lambda: datetime.now(UTC))
+    failed: str | None = None  # why the engine is gone
+
+    def __post_init__(self) -> None:
+        r = self.ready
+        instance = str(uuid.uuid4())
+        boot = r.boot.merged(within(r.envelope, self.options.initial, r.geometry.chunk_bytes))
+        self.board = KnobBoard(instance, r.envelope, boot, self.options.slo, r.geometry.chunk_bytes)
+        self.seen = Observations(self.options.slo, r.context_per_slot, self.now())
+        self.book = Book(self.model.tokenizer, self.seen, r.boot, r.geometry, r.plant, self.engine.send)
+        self._pushed, self._unsettled = _steered(r.boot), False
+        self.memory_limit = cgroup_limit()
+        self.vocab = r.vocab_size
+        self.drain_deadline: float | None = None
+        self.idle = asyncio.Event()  # set while no call is live
+        self.idle.set()
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        if boot != r.boot:
+            self.push_knobs()
+
+    # ---- the queue
+
+    def check_queue(self, rows: int) -> None:
+        """Refuse now if draining (ApiError) or if the queue is full (Busy): before any template or token."""
+        if self.failed is not None:
+            raise ApiError(503, self.failed, kind="server_error")
+        if self.board.draining:
+            self.seen.refuse("draining", "drain", rows)
+            raise overloaded("The server is draining and takes no new requests.", 1, "draining")
+        load = self.book.load
+        if is_full(load, rows, self.board.target.max_queue_depth, self.effective.max_batch_size):
+            self.seen.refuse("queue_full", load.bound or "slots", rows)
+            raise Busy(self.retry_after())
+
+    def retry_after(self) -> int:
+        """Whole seconds after which coming back makes sense."""
+        return retry_after(self.book.load, self.book.pace(self.now()), random.random())
+
+    def queue(self, call: Call, stops: tuple[str, ...]) -> None:
+        self.book.queue(call, stops)
+        self.idle.clear()
+
+    def leave(self, call: Call) -> None:
+        self.book.leave(call)
+        if not self.book.calls:
+            self.idle.set()
+
+    async def off_loop(self, size: int, work: Callable[[], T]) -> T:
+        """Run `work` on a text of `size` bytes: here if short, else in a thread (the tokenizer releases the GIL)."""
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    # ---- what is in force
+
+    @property
+    def effective(self) -> Knobs:
+        """The engine's word for what it enforces; the queue depth is the parent's to enforce."""
+        return self.book.effective.merged({"max_queue_depth": self.board.target.max_queue_depth})
+
+    def apply(self, report: Report) -> None:
+        """One report of the engine; a move of batch, watermark or budget that is now in force settles."""
+        self.book.apply(report)
+        if self._unsettled and _steered(report.effective) == _steered(self.board.target):
+            self._unsettled = False
+            self.seen.settle(report.t)
+            log.info("in force: %s", _in_words(self.effective))
+
+    def push_knobs(self) -> None:
+        """Tell the engine the targets, and the observations the objectives."""
+        self._unsettled |= _steered(self.board.target) != self._pushed
+        self._pushed = _steered(self.board.target)
+        self.engine.send(SetKnobs(self.board.target))
+        self.seen.set_slo(self.board.slo)
+
+    def tick(self) -> None:
+        """Twice a second: leases end, and rows that are silent are noticed."""
+        now = self.now()
+        if self.board.tick(now):
+            log.warning("the lease expired; back to the fallback: %s", _in_words(self.board.target))
+            self.push_knobs()
+        self.seen.overdue([row.seen for row in self.book.slots.values()], now)
+
+    def begin_drain(self) -> None:
+        """Queue nothing new; the engine serves what it has until the drain timeout."""
+        if self.drain_deadline is None:
+            self.board.draining = True
+            timeout = self.options.drain_timeout()
+            self.drain_deadline = self.now() + timeout
+            log.info("draining: %d calls in flight, at most %.0f s", len(self.book.calls), timeout)
+            self.engine.send(Drain(self.drain_deadline))
+
+    def fail(self, message: str) -> None:
+        self.failed = message
+        self.book.fail_all(self.now(), message)
+
+    # ---- what is said of it
+
+    def window(self) -> Window:
+        return build_window(
+            self.now(), self.board, self.effective, self.book.load, self.book.stats, self.seen, self.book.oldest_arrival,
+            self.memory_used(), self.memory_limit,
+        )  # fmt: skip
+
+    def memory_used(self) -> int:
+        """Bytes of both processes, without file pages."""
+        return self.book.stats.memory_used + memory_used()
+
+    def state(self) -> ControlState:
+        board = self.board
+        return ControlState(
+            contract={"major": CONTRACT_MAJOR, "minor": CONTRACT_MINOR},
+            model={"name": self.model.name, **self.ready.model}, instance=board.instance, started_at=self.started.isoformat(),
+            envelope=board.envelope, kv=self.ready.geometry, boot=board.boot, target=board.target, effective=self.effective,
+            fallback=board.fallback, slo=board.slo, plant=self.ready.plant, fence=board.fence,
+            lease={"expires_in_seconds": board.expires_in(self.now())}, draining=board.draining,
+        )  # fmt: skip
+
+
+def _steered(knobs: Knobs) -> tuple[Any, ...]:
+    return knobs.max_batch_size, knobs.kv_cache_budget, knobs.admission_watermark
+
+
+def _in_words(knobs: Knobs) -> str:
+    return (
+        f"batch {knobs.max_batch_size}, KV budget {knobs.kv_cache_budget}, watermark {knobs.admission_watermark:g}, "
+        f"queue {knobs.max_queue_depth}"
+    )
