@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -116,18 +117,24 @@ def replay(
     raise typer.Exit(replay_log(log, fail))
 
 
-def main() -> None:
-    """Console script."""
+def _simulate() -> Callable[..., None]:
     try:
         from weir_operator.simulate.command import simulate
-    except ModuleNotFoundError as e:  # it needs the server's pure rooms and their libraries
+    except ModuleNotFoundError as e:  # it runs the server's pure rooms
         missing = e.name
 
-        def simulate() -> None:
-            """Simulate the tuner over a model of a server."""
+        def unavailable() -> None:
+            """Simulate the tuner over a model of a server. Not installed."""
             fail(f"simulate needs {missing}: pip install 'weir[server]'")
 
-    app.command(name="simulate")(simulate)
+        return unavailable
+    return simulate
+
+
+def main() -> None:
+    """Console script. The simulator's rooms are loaded only where it is asked for, or listed."""
+    if not {"run", "local", "plan", "replay"} & set(sys.argv[1:2]):
+        app.command(name="simulate")(_simulate())
     try:
         app()
     except KeyboardInterrupt:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-import typer
 import yaml
 from rich.console import Console
 from rich.live import Live
@@ -32,8 +31,8 @@ from weir_operator.io.scrape import ControlClient, Endpoint, url_for
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.args import boot_file, claim, server_args
-from weir_operator.plan.plan import plan
 from weir_operator.plan.manifests import Defaults
+from weir_operator.plan.plan import plan
 from weir_operator.plan.status import Observed, TuningReport
 from weir_operator.tuner.types import Record
 
@@ -133,16 +132,18 @@ class _Local:
             "metadata": {"name": resource.metadata.name, "creationTimestamp": self._since},
             "spec": resource.spec.model_dump(by_alias=True, exclude_none=True, mode="json"),
             "status": self._status,
-            "processes": [
-                {"name": s.name, "pid": s.pid, "ready": s.ready, "restarts": s.restarts, "url": s.url, "controlUrl": s.control_url,
-                 "token": self._token, "log": str(s.log)}
-                for s in self._servers
-            ],
+            "processes": [self._process(server) for server in self._servers],
         }
         fresh = self._status_file.with_name(self._status_file.name + f".{os.getpid()}")
         fresh.write_text(json.dumps(content, indent=1))
         fresh.chmod(0o600)  # it holds the control token
         fresh.replace(self._status_file)
+
+    def _process(self, server: ServerProcess) -> dict[str, Any]:
+        return {
+            "name": server.name, "pid": server.pid, "ready": server.ready, "restarts": server.restarts, "url": server.url,
+            "controlUrl": server.control_url, "token": self._token, "log": str(server.log),
+        }
 
     def _changed(self) -> None:
         self._write_status()

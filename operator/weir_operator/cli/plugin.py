@@ -101,10 +101,10 @@ def explain_text(raw: Mapping[str, Any]) -> str:
     status = raw.get("status") or {}
     tuning, slo = status.get("tuning") or {}, raw["spec"].get("slo")
     goal = f"{slo['ttft']} to the first token, {slo['tpot']} a token" if slo else "none: without spec.slo nothing is tuned"
+    said = [f"{kind}: {_condition(status, kind).get('message', 'unknown')}" for kind in ("Saturated", "MetricsAvailable")]
     lines = [
         f"Mode: {tuning.get('mode', 'not reported yet')}. Objectives: {goal}.",
-        f"Attainment: {tuning.get('slo', 'too few requests to say')}. "
-        + " ".join(f"{kind}: {_condition(status, kind).get('message', 'unknown')}" for kind in ("Saturated", "MetricsAvailable")),
+        f"Attainment: {tuning.get('slo', 'too few requests to say')}. {' '.join(said)}",
     ]
     latest: dict[str, Mapping[str, Any]] = {}
     for entry in tuning.get("history", ()):

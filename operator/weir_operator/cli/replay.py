@@ -64,7 +64,9 @@ def replay_log(log: Path, fail: Callable[[str], NoReturn]) -> int:
                 count += 1
                 moves += len(then["moves"])
                 if then != again:
-                    typer.echo(f"decision {count} differs\nthen:  {orjson.dumps(then).decode()}\nagain: {orjson.dumps(again).decode()}")
+                    typer.echo(f"decision {count} differs")
+                    for label, value in (("then", then), ("again", again)):
+                        typer.echo(f"{label}: {orjson.dumps(value).decode()}")
                     return 1
     except OSError as e:
         fail(f"cannot read {log}: {e.strerror}")
