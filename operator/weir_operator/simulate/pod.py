@@ -1,47 +1,46 @@
-"""A pod in virtual time: the server's own engine, scheduler and cache over a plant that only takes time.
+"""A pod in virtual time: the server's own code over a plant that only takes time.
 
-What runs is the code that serves; only the forward pass is replaced by a clock that jumps ahead by the plant's step time. The
-parent process's part (the queue's gate, latencies, the window) is done here for rows of one choice each.
+Engine, scheduler, cache, queue gate, knobs, latencies and window are what serves; only the forward pass is replaced by a clock
+that jumps ahead by the plant's step time, and sockets by an iterator of arrivals. Rows have one choice each.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from weir_operator.simulate.load import Arrival
 from weir_server.contract import (
-    BOUNDS,
     CONTRACT_MAJOR,
     CONTRACT_MINOR,
-    FINISH_REASONS,
-    HISTOGRAMS,
-    REFUSALS,
-    SETTLED_HISTOGRAMS,
-    SLOS,
     ControlState,
     Envelope,
-    Fence,
     Geometry,
-    Histogram,
     Knobs,
+    KnobsRequest,
     Plant,
     Slo,
     Window,
 )
 from weir_server.engine.core import Engine, EngineConfig
 from weir_server.exec.interface import RowResult, RowWork
+from weir_server.http.gate import Load, is_full
+from weir_server.http.knobs import KnobBoard
+from weir_server.http.observe import Observations, Row
+from weir_server.http.window import build_window
 from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.link.messages import Admitted, Finished, Sampling, SetKnobs, Submit, ToChild, Tokens
-from weir_server.policy.limits import Limits
+from weir_server.policy.limits import Limits, token_budget
 
 StepSeconds = Callable[[float, float, float], float]
 """(decode rows, context tokens, prefill tokens) → seconds of one step."""
 BLOCK_TOKENS = 16
 CHUNK_BYTES = 737_280
-INTERVAL_TOKENS, INTERVAL_SPAN = 16, 64
 DEFAULTS = Knobs(4, None, 0.01, 32)
+LEASE_SECONDS = 180.0
+INSTANCE = "simulated"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,40 +90,29 @@ class _PlantRunner:
         return [RowResult(token=1 if r.sample else None) for r in rows]
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        pass
+        """There is nothing to copy."""
 
     def release_chunks(self, chunks: Sequence[int]) -> None:
-        pass
-
-
-@dataclass(slots=True)
-class _Row:
-    arrived: float
-    admitted: float = 0.0
-    times: list[float] = field(default_factory=list)  # of its tokens
+        """There is nothing to give back."""
 
 
 class Pod:
-    """One pod. `now` is its clock, which only `run` moves."""
+    """One pod. `now` is its clock, which only `run` moves. `memory_used` (bytes) is what it will say of itself."""
 
     def __init__(self, setup: PodSetup) -> None:
         self.setup = setup
         self.runner = _PlantRunner(setup)
-        blocks = setup.kv_blocks + RESERVED_CHUNKS
-        limits = Limits(tokens=setup.batch_limits[1] + 512)
-        config = EngineConfig(setup.context, blocks, limits, prefix_cache=False)
+        limits = Limits(tokens=token_budget(setup.batch_limits[1], None, setup.context))
+        config = EngineConfig(setup.context, setup.kv_blocks + RESERVED_CHUNKS, limits, prefix_cache=False)
         self.engine = Engine(self.runner, config, setup.knobs, lambda: self.runner.now)
-        self.stats = self.engine.report().stats  # live
-        self.settled_at = 0.0
-        self.queued = self.admitted = self.generated = self.prompted = 0
-        self.refused = {r: dict.fromkeys((*BOUNDS, "none"), 0) for r in REFUSALS}
-        self.finished = dict.fromkeys(FINISH_REASONS, 0)
-        self.good = dict.fromkeys(SLOS, 0)
-        self.histograms = {h: Histogram() for h in HISTOGRAMS}
-        self.settled = {h: Histogram() for h in SETTLED_HISTOGRAMS}
+        self.board = KnobBoard(INSTANCE, setup.envelope, setup.knobs, setup.slo, CHUNK_BYTES)
+        self.seen = Observations(setup.slo, setup.context, 0.0)
         self.memory_used, self.memory_limit = 0, 1 << 34
         self.good_arrivals: list[float] = []
-        self._rows: dict[int, _Row] = {}
+        self._stats = self.engine.report().stats  # live
+        self._rows: dict[int, Row] = {}
+        self._settling = False
+        self._next_id = 0
 
     @property
     def now(self) -> float:
@@ -134,14 +122,19 @@ class Pod:
     def idle(self) -> bool:
         return not self.engine.busy
 
+    @property
+    def load(self) -> Load:
+        return Load(self._stats.waiting, self._stats.running, self._stats.bound if self._stats.waiting else None)
+
     def run(self, until: float, incoming: Iterator[Arrival], ahead: list[Arrival]) -> None:
         """Serve until the clock reaches `until`. `ahead` holds the next arrival, if one was drawn and is not due."""
+
         def due() -> list[ToChild]:
             out: list[ToChild] = []
-            while (arrival := self._next(incoming, ahead)) and arrival.at <= self.now:
+            while (arrival := _peek(incoming, ahead)) and arrival.at <= self.now:
                 ahead.clear()
-                if self._may_queue(len(out)):
-                    out.append(self._accept(arrival))
+                if submit := self._arrive(arrival, len(out)):
+                    out.append(submit)
             return out
 
         while self.now < until:
@@ -149,118 +142,66 @@ class Pod:
             if self.engine.busy:
                 self.engine.step(due)
             else:
-                following = self._next(incoming, ahead)
+                following = _peek(incoming, ahead)
                 self.runner.now = min(until, following.at) if following else until
             self._hear()
 
-    @staticmethod
-    def _next(incoming: Iterator[Arrival], ahead: list[Arrival]) -> Arrival | None:
-        if not ahead and (arrival := next(incoming, None)):
-            ahead.append(arrival)
-        return ahead[0] if ahead else None
-
-    def _may_queue(self, more: int) -> bool:
-        """The contract's gate: a full queue refuses, unless slots are free that KV does not close."""
-        stats, engine = self.stats, self.engine
-        waiting, bound = stats.waiting + more, stats.bound if stats.waiting else None
-        spare = 0 if bound == "kv" else max(0, engine.effective.max_batch_size - stats.running)
-        if waiting < engine.target.max_queue_depth + spare:
-            return True
-        self.refused["queue_full"][bound or "none"] += 1
-        return False
-
-    def _accept(self, arrival: Arrival) -> Submit:
-        self.queued += 1
-        self.prompted += arrival.prompt
-        self._rows[self.queued] = _Row(arrival.at)
-        return Submit(self.queued, [1] * arrival.prompt, Sampling(max_tokens=arrival.output), arrival.at, cache_prompt=False)
-
-    # ---------------------------------------------------------------- what the parent process makes of events
+    def _arrive(self, arrival: Arrival, more: int) -> Submit | None:
+        """Through the server's gate, `more` rows of the same moment before it."""
+        load = replace(self.load, waiting=self.load.waiting + more)
+        if is_full(load, 1, self.engine.target.max_queue_depth, self.engine.effective.max_batch_size):
+            self.seen.refuse("queue_full", load.bound or "slots")
+            return None
+        self._next_id += 1
+        row = self._rows[self._next_id] = Row(arrival.at, arrival.prompt)
+        self.seen.queue([row])
+        sampling = Sampling(max_tokens=arrival.output)
+        return Submit(self._next_id, [1] * arrival.prompt, sampling, arrival.at, cache_prompt=False)
 
     def _hear(self) -> None:
         report = self.engine.report()
         for event in report.events:
             row = self._rows[event.id]
             if isinstance(event, Admitted):
-                self.admitted += 1
-                row.admitted = event.t
-                self._observe("queue_time", event.t - row.arrived, row)
+                self.seen.admit(row, event.t, event.cached_tokens)
             elif isinstance(event, Tokens):
-                self.generated += 1
-                row.times.append(event.t)
-                self._token(row)
+                self.seen.tokens(row, event.t, len(event.ids))
             elif isinstance(event, Finished):
-                self._end(event, self._rows.pop(event.id))
-        if self.settled_at < 0 and self._in_force():
-            self.settled_at = self.now
-            self.settled = {h: Histogram() for h in SETTLED_HISTOGRAMS}
-
-    def _in_force(self) -> bool:
-        target, effective = self.engine.target, self.engine.effective
-        budget, now = target.kv_cache_budget or 0, effective.kv_cache_budget or 0
-        return effective.max_batch_size == target.max_batch_size and abs(now - budget) < CHUNK_BYTES
-
-    def _token(self, row: _Row) -> None:
-        n, t = len(row.times), row.times
-        if n == 1:
-            self._observe("ttft", t[0] - row.arrived, row)
-            self._observe("prefill_seconds", t[0] - row.admitted, row)
-        elif (n - 1) % INTERVAL_TOKENS == 0:
-            back = t[max(0, n - 1 - INTERVAL_SPAN)]
-            self._observe("decode_interval", (t[-1] - back) / min(n - 1, INTERVAL_SPAN), row)
-
-    def _end(self, event: Finished, row: _Row) -> None:
-        self.finished[event.reason] += 1
-        if event.reason not in ("stop", "length"):
-            return
-        n, t = len(row.times), row.times
-        tpot = (t[-1] - t[0]) / (n - 1) if n > 1 else 0.0
-        if n > 1:
-            self._observe("tpot", tpot, row)
-        first, each = t[0] - row.arrived <= self.setup.slo.ttft, tpot <= self.setup.slo.tpot
-        for name, met in (("ttft", first), ("tpot", each), ("both", first and each)):
-            self.good[name] += met
-        if first and each:
-            self.good_arrivals.append(row.arrived)
-
-    def _observe(self, name: str, value: float, row: _Row) -> None:
-        self.histograms[name].observe(value)
-        began = row.arrived if name == "ttft" else row.admitted
-        if name in self.settled and 0 <= self.settled_at <= began:
-            self.settled[name].observe(value)
+                good = self.seen.slo_good["both"]
+                self.seen.finish(self._rows.pop(event.id), event.t, event.reason)
+                if self.seen.slo_good["both"] > good:
+                    self.good_arrivals.append(row.arrived)
+        if self._settling and replace(report.effective, max_queue_depth=0) == replace(self.board.target, max_queue_depth=0):
+            self._settling = False
+            self.seen.settle(self.now)
 
     # ---------------------------------------------------------------- the control port
 
-    def set_knobs(self, target: Knobs) -> None:
-        old = self.engine.target
-        self.engine.handle([SetKnobs(target)])
-        if replace(old, max_queue_depth=0) != replace(target, max_queue_depth=0):
-            self.settled_at = -1.0
+    def set_knobs(self, knobs: Mapping[str, Any], seq: int) -> None:
+        """As the operator's PUT. Raises the server's KnobError where the server would refuse."""
+        old = self.board.target
+        self.board.put(KnobsRequest(INSTANCE, 1, seq, LEASE_SECONDS, {**asdict(old), **knobs}), self.now)
+        self.engine.handle([SetKnobs(self.board.target)])
+        self._settling |= replace(old, max_queue_depth=0) != replace(self.board.target, max_queue_depth=0)
         self._hear()
 
     def control(self) -> ControlState:
-        e, s = self.engine, self.setup
+        b = self.board
         return ControlState(
-            {"major": CONTRACT_MAJOR, "minor": CONTRACT_MINOR}, {}, "simulated", "", s.envelope, self.runner.geometry, s.knobs,
-            e.target, e.effective, s.knobs, s.slo, s.plant, Fence(), {"expires_in_seconds": None}, False,
+            {"major": CONTRACT_MAJOR, "minor": CONTRACT_MINOR}, {}, INSTANCE, "", b.envelope, self.runner.geometry, b.boot,
+            b.target, self.engine.effective, b.fallback, b.slo, self.setup.plant, b.fence, {"expires_in_seconds": None}, False,
         )
 
     def window(self) -> Window:
         """A copy, as the wire would make one."""
-        e, stats = self.engine, self.stats
-        oldest = stats.oldest_arrival
-        return Window.from_wire(Window(
-            instance="simulated", monotonic=self.now, settled_at=self.settled_at if self.settled_at >= 0 else self.now,
-            target=e.target, effective=e.effective, envelope=self.setup.envelope, draining=False,
-            running=stats.running, prefilling=stats.prefilling, waiting=stats.waiting,
-            oldest_wait=self.now - oldest if oldest is not None else 0.0, bound=stats.bound,
-            memory_used=self.memory_used, memory_limit=self.memory_limit, kv_used_bytes=stats.kv_used_bytes,
-            decoding_seconds=stats.decoding_seconds, running_seconds=stats.running_seconds,
-            waiting_seconds=stats.waiting_seconds, head_wait_seconds=dict(stats.head_wait_seconds),
-            kv_used_byte_seconds=stats.kv_used_byte_seconds, step=dict(stats.step), decode_only=dict(stats.decode_only),
-            products=dict(stats.products), recompute_seconds=stats.recompute_seconds, queued=self.queued, retried=0,
-            admitted=self.admitted, refused={r: dict(b) for r, b in self.refused.items()}, finished=dict(self.finished),
-            preempted=stats.preempted, recomputed_tokens=stats.recomputed_tokens, prompt_tokens=self.prompted, cached_tokens=0,
-            generated_tokens=self.generated, slo_good=dict(self.good), slo_total=self.histograms["ttft"].count,
-            histograms=self.histograms, settled=self.settled,
+        self.seen.overdue(self._rows.values(), self.now)
+        return Window.from_wire(build_window(
+            self.now, self.board, self.engine.effective, self.load, self._stats, self.seen, self._stats.oldest_arrival,
+            self.memory_used, self.memory_limit,
         ).to_wire())
+
+
+def _peek(incoming: Iterator[Arrival], ahead: list[Arrival]) -> Arrival | None:
+    if not ahead and (arrival := next(incoming, None)):
+        ahead.append(arrival)
+    return ahead[0] if ahead else None

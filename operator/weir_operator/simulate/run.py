@@ -15,6 +15,7 @@ from weir_server.contract import Knobs
 
 WARM_UP = 0.2
 """Share of a run that is not counted: every law starts from the same wrong setting."""
+FINISH_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ def static(setup: PodSetup, phases: Sequence[Phase], seed: int) -> Result:
     pod = Pod(setup)
     incoming = arrivals(phases, seed, setup.context)
     pod.run(phases[-1].end, incoming, [])
-    _finish(pod)
-    return Result(_share(pod, phases, seed), setup.boot.max_batch_size, pod.engine.target, good=tuple(pod.good_arrivals))
+    return _result(pod, phases, seed)
 
 
 def tuned(setup: PodSetup, phases: Sequence[Phase], seed: int, spec: TunerSpec) -> Result:
@@ -60,12 +60,11 @@ def tuned(setup: PodSetup, phases: Sequence[Phase], seed: int, spec: TunerSpec) 
         state = decision.state
         records += decision.records
         for move in decision.moves:
-            pod.set_knobs(pod.engine.target.merged(move.knobs))
+            pod.set_knobs(move.knobs, seq=len(moves) + 1)
             moves.append((now, move))
         now += spec.poll_seconds
     pod.run(phases[-1].end, incoming, ahead)
-    _finish(pod)
-    return Result(_share(pod, phases, seed), setup.boot.max_batch_size, pod.engine.target, tuple(moves), tuple(records), tuple(pod.good_arrivals))
+    return replace(_result(pod, phases, seed), moves=tuple(moves), records=tuple(records))
 
 
 def grid(
@@ -77,14 +76,12 @@ def grid(
     return max(results, key=lambda pair: pair[1].goodput)
 
 
-def _finish(pod: Pod) -> None:
-    """Let what was accepted finish; nothing new comes."""
-    end = pod.now + 600.0
+def _result(pod: Pod, phases: Sequence[Phase], seed: int) -> Result:
+    """What the run came to, after what was accepted has finished."""
+    end = pod.now + FINISH_SECONDS
     while not pod.idle and pod.now < end:
         pod.run(min(end, pod.now + 5.0), iter(()), [])
-
-
-def _share(pod: Pod, phases: Sequence[Phase], seed: int) -> float:
     start = WARM_UP * phases[-1].end
     offered = sum(a.at >= start for a in arrivals(phases, seed, pod.setup.context))
-    return sum(t >= start for t in pod.good_arrivals) / offered if offered else 0.0
+    share = sum(t >= start for t in pod.good_arrivals) / offered if offered else 0.0
+    return Result(share, pod.setup.boot.max_batch_size, pod.board.target, good=tuple(pod.good_arrivals))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
-from weir_operator.tuner import guard, plant
+from weir_operator.tuner import guard, learn, plant
 from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out
 from weir_operator.tuner.knobs import limits, watermark_top, whole_chunks
 from weir_operator.tuner.types import PodState
@@ -95,9 +96,19 @@ def _taxed(case: Case, span: Span) -> Step | None:
         higher = round(min(top, w + guard.WATERMARK_UP), 6)
         return carry_out(case, Change("tax", reason, {"admission_watermark": higher}, shown))
     smaller = guard.cut(0.8, batch, span.mean_running, case.batch_limits()[0])
-    if smaller >= batch:
+    if smaller >= batch or _loses_more(case, span, smaller):
         return None
+    case = replace(case, state=with_ceiling(case, smaller + 1))  # or the set-point, blind to preemption, would undo it
     return carry_out(case, Change("tax", f"{reason} and the watermark is at its top", {"max_batch_size": smaller}, shown))
+
+
+def _loses_more(case: Case, span: Span, smaller: int) -> bool:
+    """Whether a cut from the rows that run costs more throughput than the tax that it could save: on a small pod it does."""
+    pod = learn.model(case.state, case.windows, span)
+    if pod is None:
+        return False
+    present = max(smaller, math.ceil(min(case.last.target.max_batch_size, span.mean_running)))
+    return 1.0 - pod.departures(smaller) / pod.departures(present) > span.tax
 
 
 def _relax(case: Case) -> Step | None:
