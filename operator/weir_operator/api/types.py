@@ -137,7 +137,7 @@ class Model(_Part):
     GGUF file or a Hugging Face directory in the container) or `pvc://CLAIM/PATH` (the same on a PersistentVolumeClaim)."""
     served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     """The id under /v1/models, byte for byte. Default: the file's name."""
-    max_model_len: Annotated[int, Field(ge=128, le=2_000_000)] | None = None
+    max_model_len: Annotated[int, Field(ge=512, le=2_000_000)] | None = None
     """Longest prompt plus answer of one row, in tokens. Default: what the model was trained for."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -131,8 +132,16 @@ def _simulate() -> Callable[..., None]:
     return simulate
 
 
+def _drop_service_links() -> None:
+    """For a Service called `weir-health` Kubernetes sets WEIR_HEALTH_PORT=tcp://…: such a value is no setting of ours."""
+    for name, value in list(os.environ.items()):
+        if name.startswith("WEIR_") and value.startswith(("tcp://", "udp://", "sctp://")):
+            del os.environ[name]
+
+
 def main() -> None:
     """Console script. The simulator's rooms are loaded only where it is asked for, or listed."""
+    _drop_service_links()
     if not {"run", "local", "plan", "replay"} & set(sys.argv[1:2]):
         app.command(name="simulate")(_simulate())
     try:

@@ -1,0 +1,103 @@
+"""The typed API: what a file may say, what a reader of a mistake is told, and the CRD that is generated from it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from weir_operator.api.conditions import CATALOGUE, Condition, merged
+from weir_operator.api.crd import crd, rendered
+from weir_operator.plan.plan import SpecError, parse
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def manifest(**spec: Any) -> dict[str, Any]:
+    return {
+        "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": "chat", "namespace": "team-a", "uid": "u-1", "generation": 3, "labels": {}},
+        "spec": {"model": {"source": "file:///models/m.gguf"}, **spec},
+    }
+
+
+def test_generated_files_are_as_committed() -> None:
+    for path, text in rendered().items():
+        assert (ROOT / path).read_text() == text, f"{path} is out of date: run `make generate`"
+
+
+def test_the_charts_copy_is_the_same_crd() -> None:
+    text = (ROOT / "charts/weir/templates/crd.yaml").read_text()
+    plain = [line for line in text.splitlines() if "{{" not in line and line.strip() not in ("annotations:", )]
+    copied = yaml.safe_load("\n".join(plain).replace("    helm.sh/resource-policy: keep\n", ""))
+    assert copied == crd()
+
+
+def _fields(schema: dict[str, Any], where: str = "") -> Any:
+    for name, part in schema.get("properties", {}).items():
+        yield f"{where}.{name}", part
+        yield from _fields(part, f"{where}.{name}")
+        yield from _fields(part.get("items", {}), f"{where}.{name}[]")
+
+
+def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    fields = dict(_fields(schema))
+    assert len(fields) > 50
+    assert [name for name, part in fields.items() if not part.get("description") and name != ".metadata"] == []
+    for name, part in fields.items():
+        for rule in part.get("x-kubernetes-validations", ()):
+            assert rule["message"], name
+        assert "$ref" not in part, name
+
+
+@pytest.mark.parametrize(("spec", "sentence"), [
+    ({"model": {}}, "spec.model.source: is required"),
+    ({"model": {"source": "http://x/y"}}, "spec.model.source: 'http://x/y' must be package://DISTRIBUTION/FILE"),
+    ({"model": {"source": "file:///a/../b"}}, "spec.model.source: must not contain '..'"),
+    ({"modell": 1}, "spec.modell: unknown field"),
+    ({"replicas": -1}, "spec.replicas: Input should be greater than or equal to 0"),
+    ({"slo": {"ttft": "2s"}}, "spec.slo.tpot: is required"),
+    ({"slo": {"ttft": "2", "tpot": "80ms"}}, "spec.slo.ttft: '2' is not a duration"),
+    ({"tuning": {"mode": False}}, "spec.tuning.mode: Input should be 'Auto', 'Advise' or 'Disabled'"),
+    ({"tuning": {"knobs": {"maxBatchSize": {"min": 8, "max": 4}}}}, "spec.tuning.knobs.maxBatchSize: min must not exceed max"),
+    ({"tuning": {"knobs": {"kvCacheBudget": {"min": "1Gi", "max": "1G"}}}}, "kvCacheBudget: min must not exceed max"),
+    ({"tuning": {"knobs": {"kvCacheBudget": {"max": "1GB"}}}}, "kvCacheBudget.max: '1GB' is not a quantity"),
+    ({"tuning": {"knobs": {"maxBatchSize": {"max": 9}}}, "engine": {"limits": {"maxBatchSize": 8}}}, "must not exceed engine.limits"),
+    ({"tuning": {"knobs": {"kvCacheBudget": {"initial": "2Gi"}}}, "engine": {"limits": {"kvCache": "1Gi"}}}, "must not exceed"),
+    ({"drain": {"timeout": "31m"}}, "spec.drain.timeout: must not exceed 30m"),
+    ({"engine": {"extraArgs": ["--port=1"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
+    ({"engine": {"extraArgs": ["-b"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
+])
+def test_a_mistake_is_one_sentence_that_names_the_field(spec: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(SpecError) as e:
+        parse(manifest(**spec))
+    assert sentence in str(e.value)
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("name", ["1st", "Upper", "a" * 53, "ends-", "dot.ted"])
+def test_names_that_no_service_may_have_are_refused(name: str) -> None:
+    raw = manifest()
+    raw["metadata"]["name"] = name
+    with pytest.raises(SpecError, match=r"metadata\.name"):
+        parse(raw)
+
+
+def test_integers_without_quotes_are_quantities_and_stay_as_written() -> None:
+    resource = parse(manifest(tuning={"knobs": {"kvCacheBudget": {"min": 268435456, "max": "2.0Gi"}}}))
+    budget = resource.spec.tuning.knobs.kv_cache_budget
+    assert (budget.min, budget.max) == ("268435456", "2.0Gi")
+
+
+def test_a_reason_outside_the_catalogue_cannot_be_made() -> None:
+    with pytest.raises(KeyError):
+        Condition("Ready", True, "BecauseISaySo")
+    assert all(text.endswith((".", "words", "gone.")) for reasons in CATALOGUE.values() for text in reasons.values())
+
+
+def test_a_transition_is_a_flip_of_status_and_nothing_else() -> None:
+    first = merged([Condition("Ready", False, "Starting")], [], 1, "t1")
+    same = merged([Condition("Ready", False, "CrashLooping", "x")], first, 2, "t2")
+    assert same[0]["lastTransitionTime"] == "t1"
+    assert merged([Condition("Ready", True, "Serving")], same, 2, "t3")[0]["lastTransitionTime"] == "t3"

@@ -1,0 +1,210 @@
+"""Manifests: what restarts pods, what belongs to whom, and that the server knows every flag that it is given."""
+
+import base64
+from typing import Any
+
+import pytest
+import yaml
+
+from weir_operator.api.types import Spec
+from weir_operator.plan.args import boot_file, server_args
+from weir_operator.plan.manifests import Defaults, children, pod_template, template_hash, token_secret_name
+from weir_operator.plan.overlay import overlaid
+from weir_operator.plan.plan import parse
+
+DEFAULTS = Defaults(image="registry/weir-server:1", token="t0ken")
+
+
+def resource(name: str = "chat", **spec: Any) -> Any:
+    return parse({
+        "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": name, "namespace": "team-a", "uid": "u-1", "generation": 1},
+        "spec": {"model": {"source": "file:///models/m.gguf"}, **spec},
+    })
+
+
+def child(found: Any, kind: str) -> dict[str, Any]:
+    [one] = [m for m in children(found, DEFAULTS) if m["kind"] == kind]
+    return one
+
+
+# field of the spec → (a value, does it restart pods?)
+RESTARTS = {
+    "model.source": ({"model": {"source": "file:///models/other.gguf"}}, True),
+    "model.servedName": ({"model": {"source": "file:///models/m.gguf", "servedName": "x"}}, True),
+    "model.maxModelLen": ({"model": {"source": "file:///models/m.gguf", "maxModelLen": 4096}}, True),
+    "replicas": ({"replicas": 3}, False),
+    "engine.limits.maxBatchSize": ({"engine": {"limits": {"maxBatchSize": 64}}}, True),
+    "engine.limits.kvCache": ({"engine": {"limits": {"kvCache": "2Gi"}}}, True),
+    "engine.limits.batchTokens": ({"engine": {"limits": {"batchTokens": 512}}}, True),
+    "engine.prefillChunkTokens": ({"engine": {"prefillChunkTokens": 128}}, True),
+    "engine.prefillGrantInterval": ({"engine": {"prefillGrantInterval": 4}}, True),
+    "engine.prefixCaching": ({"engine": {"prefixCaching": False}}, True),
+    "engine.extraArgs": ({"engine": {"extraArgs": ["--threads=2"]}}, True),
+    "slo.ttft": ({"slo": {"ttft": "1s", "tpot": "80ms"}}, False),
+    "slo.tpot": ({"slo": {"ttft": "2s", "tpot": "40ms"}}, False),
+    "tuning.mode": ({"tuning": {"mode": "Advise"}}, False),
+    "tuning.paused": ({"tuning": {"paused": True}}, False),
+    **{
+        f"tuning.knobs.{knob}.{end}": ({"tuning": {"knobs": {knob: {end: value}}}}, False)
+        for knob, value in (
+            ("maxBatchSize", 7), ("maxQueueDepth", 9), ("kvCacheBudget", "1Gi"), ("admissionWatermarkPercent", 2),
+        )
+        for end in ("min", "initial", "max")
+    },
+    "drain.timeout": ({"drain": {"timeout": "5m"}}, False),
+    "image": ({"image": "registry/other:2"}, True),
+    "imagePullPolicy": ({"imagePullPolicy": "Always"}, True),
+    "template": ({"template": {"spec": {"nodeSelector": {"gpu": "yes"}}}}, True),
+}
+
+
+def _leaves(model: Any, where: str = "") -> Any:
+    for name, field in model.model_fields.items():
+        path = f"{where}{field.alias or name}"
+        inner = [a for a in (field.annotation, *getattr(field.annotation, "__args__", ())) if hasattr(a, "model_fields")]
+        yield from _leaves(inner[0], f"{path}.") if inner else [path]
+
+
+def test_the_table_names_every_field() -> None:
+    assert set(RESTARTS) == set(_leaves(Spec))
+
+
+@pytest.mark.parametrize("field", RESTARTS)
+def test_what_restarts_pods(field: str) -> None:
+    spec, restarts = RESTARTS[field]
+    before, after = (template_hash(pod_template(r, DEFAULTS)) for r in (resource(), resource(**spec)))
+    assert (before != after) is restarts
+
+
+def test_a_drain_beyond_the_short_grace_is_in_the_pods() -> None:
+    pods = [pod_template(resource(drain={"timeout": t}), DEFAULTS)["spec"] for t in ("5m", "20m")]
+    assert [p["terminationGracePeriodSeconds"] for p in pods] == [330, 1230]
+
+
+def test_what_moves_without_a_restart_is_in_the_boot_file() -> None:
+    knobs = {
+        "maxBatchSize": {"initial": 6}, "kvCacheBudget": {"initial": "1Gi"}, "admissionWatermarkPercent": {"initial": 3},
+    }
+    found = resource(slo={"ttft": "1500ms", "tpot": "80ms"}, tuning={"knobs": knobs}, drain={"timeout": "45s"})
+    [text] = child(found, "ConfigMap")["data"].values()
+    assert yaml.safe_load(text) == {
+        "slo": {"ttft": 1.5, "tpot": 0.08}, "drain_timeout": 45.0,
+        "initial": {"max_batch_size": 6, "kv_cache_budget": 2**30, "admission_watermark": 0.03},
+    }
+
+
+def test_every_child_is_owned_and_in_the_order_of_need() -> None:
+    found = children(resource(), DEFAULTS)
+    assert [m["kind"] for m in found] == ["ServiceAccount", "Secret", "ConfigMap", "Service", "Deployment"]
+    for manifest in found:
+        [owner] = manifest["metadata"]["ownerReferences"]
+        assert owner["uid"] == "u-1"
+        assert owner["controller"] is True
+        assert manifest["metadata"]["labels"]["weir.dev/managed"] == "true"
+        assert "finalizers" not in manifest["metadata"]
+
+
+def test_the_token_is_in_a_secret_that_is_nobody_elses() -> None:
+    secret = child(resource(), "Secret")
+    assert base64.b64decode(secret["data"]["token"]) == b"t0ken"
+    assert secret["metadata"]["name"] == token_secret_name(resource())
+    assert secret["metadata"]["name"] != "chat-control"
+    volumes = {v["name"]: v for v in child(resource(), "Deployment")["spec"]["template"]["spec"]["volumes"]}
+    assert volumes["token"]["secret"]["secretName"] == secret["metadata"]["name"]
+
+
+def test_pods_are_hardened_and_know_no_service_links() -> None:
+    spec = child(resource(), "Deployment")["spec"]["template"]["spec"]
+    [container] = spec["containers"]
+    assert spec["enableServiceLinks"] is False
+    assert spec["automountServiceAccountToken"] is False
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]},
+    }
+    assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
+    assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
+
+
+@pytest.mark.parametrize("name", ["acme/Tiny Model:Q4", "x" * 200, "yes", "123", "1e3", "-dash", "a$(HOME)b"])
+def test_a_served_name_is_one_argument_and_no_label(name: str) -> None:
+    found = resource(model={"source": "file:///models/m.gguf", "servedName": name})
+    [container] = child(found, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert f"--served-model-name={name}".replace("$(", "$$(") in container["args"]
+    for manifest in children(found, DEFAULTS):
+        assert name not in manifest["metadata"]["labels"].values()
+
+
+def test_a_claim_is_mounted_and_the_model_read_from_it() -> None:
+    spec = child(resource(model={"source": "pvc://weights/llama/7b"}), "Deployment")["spec"]["template"]["spec"]
+    assert {"name": "model", "persistentVolumeClaim": {"claimName": "weights", "readOnly": True}} in spec["volumes"]
+    assert spec["containers"][0]["args"][:2] == ["serve", "/models/llama/7b"]
+
+
+def test_the_server_knows_every_flag_that_it_is_given() -> None:
+    import typer
+    from typer.main import get_command
+
+    from weir_server.cli.serve import command
+
+    app = typer.Typer()
+    app.command()(command)
+    serve = get_command(app)
+    known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
+    everything = resource(
+        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512},
+        engine={
+            "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0,
+            "prefillGrantInterval": 0, "prefixCaching": False,
+        },
+    )
+    [container] = child(everything, "Deployment")["spec"]["template"]["spec"]["containers"]
+    flags = {arg.split("=")[0] for arg in container["args"] if arg.startswith("--")}
+    assert flags - known == set()
+    assert len(flags) >= 12
+
+
+def test_the_servers_boot_file_reader_takes_ours(tmp_path: Any) -> None:
+    from weir_server.cli.bootfile import read_boot_file
+
+    file = tmp_path / "boot.yaml"
+    file.write_text(yaml.safe_dump(boot_file(resource(
+        slo={"ttft": "1s", "tpot": "50ms"}, drain={"timeout": "9s"}, tuning={"knobs": {"maxQueueDepth": {"initial": 5}}},
+    ).spec)))
+    read = read_boot_file(str(file))
+    assert (read.ttft, read.tpot, read.drain_timeout, read.initial) == (1.0, 0.05, 9.0, {"max_queue_depth": 5})
+
+
+def test_a_context_is_the_rows_times_the_slots() -> None:
+    args = server_args(resource(model={"source": "file:///m.gguf", "maxModelLen": 1000}).spec)
+    assert {"--parallel=4", "--ctx-size=4000"} <= set(args)
+
+
+def test_the_overlay_merges_by_name_and_adds_what_is_new() -> None:
+    template = pod_template(resource(template={
+        "metadata": {"annotations": {"team": "a"}},
+        "spec": {
+            "containers": [
+                {"name": "server", "resources": {"limits": {"memory": "2.0Gi"}}, "env": [{"name": "HOME", "value": "/home"}]},
+                {"name": "sidecar", "image": "s:1"},
+            ],
+            "volumes": [{"name": "scratch", "emptyDir": {}}],
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        },
+    }), DEFAULTS)
+    server, sidecar = template["spec"]["containers"]
+    assert server["image"] == "registry/weir-server:1"
+    assert server["resources"] == {"limits": {"memory": "2.0Gi"}}  # the user's own spelling
+    assert server["env"] == [{"name": "HOME", "value": "/home"}]
+    assert sidecar == {"name": "sidecar", "image": "s:1"}
+    assert [v["name"] for v in template["spec"]["volumes"]] == ["tmp", "boot", "token", "scratch"]
+    assert template["metadata"]["labels"]["weir.dev/name"] == "chat"
+
+
+def test_the_overlay_changes_neither_side() -> None:
+    ours, theirs = {"a": [{"name": "x", "v": 1}]}, {"a": [{"name": "x", "w": 2}]}
+    assert overlaid(ours, theirs) == {"a": [{"name": "x", "v": 1, "w": 2}]}
+    assert (ours, theirs) == ({"a": [{"name": "x", "v": 1}]}, {"a": [{"name": "x", "w": 2}]})
