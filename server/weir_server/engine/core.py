@@ -88,7 +88,7 @@ class Engine:
                     log.warning("ignored a %s message out of place", type(message).__name__)
         if self.clock() >= self.deadline:
             self._end_drain()
-        self._measure()
+        self._settle()
 
     def submit(self, request: Submit) -> None:
         """Queue the rows of a request, or end them at once where they could never run."""
@@ -137,7 +137,6 @@ class Engine:
         self.batch.pool.set_budget(target.kv_cache_budget, self.batch.blocks.used)
         for row in [r for r in self.batch.waiting if not r.admitted and not self.batch.fits_budget(r)]:
             self._hand_back(row)
-        self._trim()
 
     @property
     def effective(self) -> Knobs:
@@ -179,9 +178,7 @@ class Engine:
         results = self._execute(work)
         self.handle(receive())
         self._commit(work, results)
-        if self.batch.over():
-            self._trim()
-        self._measure()
+        self._settle()
         if work.rows:
             self.meter.count_step(self.clock() - start, work.decode_rows, work.context, work.prefill, work.recomputed)
         if not work.rows or self.meter.stats.step["steps"] % CHECK_EVERY == 0:
@@ -248,9 +245,11 @@ class Engine:
         elif len(row.tokens) >= row.final:
             self.release(row, "length")
 
-    def _trim(self) -> None:
-        if chunks := self.batch.blocks.trim():
+    def _settle(self) -> None:
+        """After anything has changed: give back what is above a lowered budget, and measure."""
+        if self.batch.over() and (chunks := self.batch.blocks.trim()):
             self.runner.release_chunks(chunks)
+        self._measure()
 
     # ------------------------------------------------------------------------------------------------ telling
 

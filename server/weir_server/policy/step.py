@@ -115,7 +115,9 @@ def victims(running: Sequence[Running], room: int) -> tuple[int, ...]:
 def _admit(state: State, decoding: bool, prompt: _PromptTokens) -> tuple[tuple[int, ...], str | None]:
     """Prompt tokens for each row that leaves the queue, and what the next one waits for."""
     admit: list[int] = []
-    free = state.free - (math.ceil(state.watermark * state.budget) if decoding else 0)
+    free = state.free - sum(row.need for row in state.running)
+    if decoding:
+        free -= math.ceil(state.watermark * state.budget)
     slots = state.rows - len(state.running)
     waiting = iter(state.waiting)
     while len(admit) < state.queued:
