@@ -6,22 +6,26 @@ which its own event loop lagged is not to be believed, so lag and CPU are part o
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
-import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
 from weir_bench.arrivals import Arrival, prompt_ids
 from weir_bench.goodput import quantile
+from weir_bench.process import Child
 
+NICE = 10
 LAG_INTERVAL = 0.01
 TAIL_BYTES = 4096
 """Enough of a stream's end to hold its last event with a finish reason, the usage event and [DONE]."""
@@ -63,12 +67,6 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def niced(by: int = 10) -> None:
-    """Lets the server go first on a shared machine. Cannot be undone by an ordinary user."""
-    with suppress(OSError):
-        os.nice(by)
 
 
 class Client:
@@ -235,3 +233,53 @@ def _number(text: str | None) -> float | None:
 def _cpu_seconds() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+async def offered(
+    url: str, arrivals: Path, *, model: str | None = None, seed: int = 0, drain: float = 60.0, keep_gaps: bool = False,
+    on_outcome: Callable[[Outcome], None] = lambda outcome: None,
+) -> Report:
+    """Open loop from a niced process of its own: the server goes first, and the lag reported is not this process's.
+
+    `arrivals`: a file of the JSON that `arrivals.to_json` gives. Raises RuntimeError if the generator ends without a report.
+    """
+    command = [sys.executable, "-m", "weir_bench.load", url, arrivals, f"--seed={seed}", f"--drain={drain}"]
+    command += [f"--model={model}"] if model else []
+    command += ["--gaps"] if keep_gaps else []
+    outcomes: list[Outcome] = []
+    async with Child(command, nice=NICE, paths=(Path(__file__).parent.parent,)) as generator:
+        async for line in generator.lines():
+            message = json.loads(line)
+            if "report" in message:
+                return Report(sorted(outcomes, key=lambda o: o.offered), **message["report"])
+            outcomes.append(Outcome(**message["outcome"]))
+            on_outcome(outcomes[-1])
+    raise RuntimeError("the load generator ended without a report")
+
+
+async def _run(args: argparse.Namespace) -> None:
+    def tell(outcome: Outcome) -> None:
+        print(json.dumps({"outcome": asdict(outcome)}), flush=True)
+
+    arrivals = [Arrival(**a) for a in json.loads(args.arrivals.read_text())]
+    async with Client(args.url, args.model, seed=args.seed, keep_gaps=args.gaps) as client:
+        report = (await open_loop(client, arrivals, drain=args.drain, on_outcome=tell)).to_json()
+    del report["outcomes"]
+    print(json.dumps({"report": report}), flush=True)
+
+
+def main() -> None:
+    """Open loop from a file of arrivals: outcomes as they come, then the report, as JSON lines on standard output."""
+    parser = argparse.ArgumentParser(prog="python -m weir_bench.load", description=main.__doc__)
+    parser.add_argument("url")
+    parser.add_argument("arrivals", type=Path)
+    parser.add_argument("--model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drain", type=float, default=60.0, help="seconds to wait after the last arrival")
+    parser.add_argument("--gaps", action="store_true", help="keep the times between tokens")
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()
