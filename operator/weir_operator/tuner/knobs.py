@@ -35,7 +35,7 @@ def watermark_top(window: Window, spec: TunerSpec) -> float:
 
 def whole_chunks(value: float, chunk: int, low: float, high: float) -> int:
     """`value` in whole chunks, rounded down, but not below `low`."""
-    rounded = math.floor(value / chunk) * chunk
+    rounded = math.floor(value / chunk + 1e-9) * chunk
     if rounded < low:
         rounded = math.ceil(low / chunk) * chunk
     return int(min(rounded, high))

@@ -72,12 +72,21 @@ def _tick(case: Case) -> Step:
         settled = settle(case, pending, evidence, lambda c, free: _setpoint(c, evidence, free))
         if isinstance(settled, Step):
             return settled
-        case = settled
+        case, came_out = settled
+        return _beside(came_out, pressure(case) or _setpoint(case, evidence, batch_free=True))
     if case.state.distrust == 2:
         if case.now < case.state.hold_until:
             return hold(case, Outcome.MISPREDICTED, "predictions failed four times: holding the verified setting", "verdict")
         case = case.with_state(distrust=0, spread={}, prefill={}, sums={})
     return pressure(case) or _setpoint(case, evidence, batch_free=True)
+
+
+def _beside(came_out: Shown, step: Step) -> Step:
+    """The tick's record with what was observed of the move before, and what had been predicted for it unless a new one is."""
+    if step.record is None:
+        return step
+    predicted = step.record.predicted or came_out.predicted
+    return replace(step, record=replace(step.record, predicted=predicted, observed=came_out.observed))
 
 
 def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:

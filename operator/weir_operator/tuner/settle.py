@@ -29,8 +29,10 @@ def adopt(case: Case) -> Case:
     return case
 
 
-def settle(case: Case, pending: Pending, evidence: Evidence, setpoint: Callable[[Case, bool], Step]) -> Step | Case:
-    """The tick's step, or the case with the move behind it where the tick may go on to the next one.
+def settle(
+    case: Case, pending: Pending, evidence: Evidence, setpoint: Callable[[Case, bool], Step]
+) -> Step | tuple[Case, Shown]:
+    """The tick's step; or, where the tick may go on to the next move, the case with this one behind it and how it came out.
 
     `setpoint(case, batch_free)` is rule 3; while the move is not judged the queue depth alone is free.
     """
@@ -55,7 +57,7 @@ def settle(case: Case, pending: Pending, evidence: Evidence, setpoint: Callable[
         return hold(case, Outcome.INCONCLUSIVE, verdict.why, "verdict", shown)
     target = case.last.target
     verified = {k: v for k in (*SETTLED_KNOBS, "max_queue_depth") if (v := getattr(target, k)) is not None}
-    return case.with_state(misses=0, distrust=0, verified=verified)
+    return case.with_state(misses=0, distrust=0, verified=verified), shown
 
 
 def _revert(case: Case, pending: Pending, verdict: Verdict, shown: Shown) -> Step:
