@@ -37,7 +37,7 @@ def option(group: str, *names: str, help: str, **more: Any) -> Any:
 
 def command(
     model: Annotated[str, typer.Argument(help="A .gguf file, a Hugging Face directory, or package://distribution/file.")],
-    host: Annotated[str | None, option(API, "--host", help="Address of the API. Default: every address, IPv4 and IPv6.")] = None,
+    host: Annotated[str | None, option(API, "--host", help="Default: every address, IPv4 and IPv6.")] = None,
     port: Annotated[int, option(API, "--port", min=0, max=65535, help="0 picks a free port and prints it.")] = HTTP_PORT,
     api_key: Annotated[str | None, option(API, "--api-key", help="Ask clients for this bearer token.")] = None,
     api_key_file: Annotated[str | None, option(API, "--api-key-file", help="One key a line, or name:key.")] = None,

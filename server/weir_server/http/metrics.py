@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest as text_latest
+from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -170,10 +171,13 @@ def registry_of(service: Service) -> CollectorRegistry:
 
 
 def render(registry: CollectorRegistry, accept: str) -> tuple[bytes, str]:
-    """The exposition and its content type: OpenMetrics where it is asked for, else the text format."""
+    """The exposition and its content type: OpenMetrics where it is asked for, else the text format.
+
+    Every name of ours is a plain one, so nothing is to be escaped (the library's own default writes `vllm:` as `vllm_`).
+    """
     if "application/openmetrics-text" in accept:
-        return openmetrics_latest(registry), OPENMETRICS
-    return text_latest(registry), TEXT
+        return openmetrics_latest(registry, escaping=ALLOWUTF8), OPENMETRICS
+    return text_latest(registry, escaping=ALLOWUTF8), TEXT
 
 
 Values = Mapping[Any, float]
