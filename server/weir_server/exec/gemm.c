@@ -1,0 +1,204 @@
+/* y = x · Wᵀ on CPU for few rows of x and many, W packed once: float32, or 8 bits with a scale for each 32 weights of a column.
+ * Called through ctypes (exec/gemm.py); no Python, no torch. OpenMP is compiled in but not linked, see kernels.c.
+ *
+ * One order of sums: an element of y is a chain of multiply-adds over k = 0, 1, 2 … from zero. So a row's bits depend neither on
+ * how many rows come with it, nor on its place, nor on threads; nor on the vector length, where multiply-adds are fused.
+ *
+ * A panel is 16 columns of y: [k][16] floats; or for each 32 k one cache line of 16 scales, then a line for each 4 k, where lane
+ * j of int32 holds the 4 bytes of column j. The last panel and the last group are filled up with zeros. Panels lie end to end.
+ *
+ * Each thread reads its share of the panels once, in order of address, and multiplies all rows (in blocks that fit the L2 cache)
+ * with a panel before it goes on. With few rows that is the speed of memory; with more, the passes over a panel that is in
+ * cache leave memory idle, so each pass also fetches its part of what comes next: reading and multiplying overlap. */
+
+#include <stdint.h>
+#include <string.h>
+
+extern int omp_get_num_threads(void);
+extern int omp_get_thread_num(void);
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum {
+    WIDTH = 16,                      /* columns of a panel */
+    LINE = 64,                       /* bytes of a cache line; of a panel's floats for one k */
+    GROUP = 32,                      /* k that share a scale */
+    GROUP_BYTES = LINE + GROUP * WIDTH,
+    DEPTH = 2048,                    /* most k between two visits to y: what is fetched ahead, 128 KiB, fits half of L2 */
+    DEPTH_Q8 = 256,                  /* the same where weights are widened into scratch: 16 KiB, half of L1 */
+    AHEAD_Q8 = DEPTH_Q8 / GROUP * GROUP_BYTES, /* bytes from what is read to what is fetched */
+    X_FLOATS = 1 << 16,              /* of x, for a block of rows: 256 KiB */
+    LEAST_ROWS = 24, MOST_ROWS = 96, /* of a block */
+    MOST_THREADS = 64,
+    SMALL = 1 << 16,                 /* multiply-adds that are not worth a second thread */
+};
+
+typedef struct {
+    int rows, rows_q8;
+    void (*tile)(int rows, int64_t K, const float *x, int64_t ldx, const float *w, float *y, int64_t ldy, int add,
+                 const char *next, int lines);
+    void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, float *y, int64_t ldy);
+    void (*widen_panel)(int64_t groups, const int8_t *w, float *out);
+} Isa;
+
+#define NAME(x) plain_##x
+#define TARGET
+#define LANES 4
+#define ROWS 2
+#define ROWS_Q8 1
+#include "gemm_tile.h"
+
+#if defined(__x86_64__)
+#define NAME(x) avx2_##x
+#define TARGET __attribute__((target("avx2,fma")))
+#define LANES 8
+#define ROWS 6
+#define ROWS_Q8 4
+#include "gemm_tile.h"
+
+#define NAME(x) avx512_##x
+#define TARGET __attribute__((target("avx512f")))
+#define LANES 16
+#define ROWS 12
+#define ROWS_Q8 4
+#include "gemm_tile.h"
+
+static const Isa *const isas[] = {&plain_isa, &avx2_isa, &avx512_isa};
+/* What this processor can run: 0 plain C, 1 AVX2 with FMA, 2 AVX-512. Each includes those below it. */
+int weir_gemm_isa(void) {
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return avx2 ? 1 + !!__builtin_cpu_supports("avx512f") : 0;
+}
+#else
+static const Isa *const isas[] = {&plain_isa};
+int weir_gemm_isa(void) { return 0; }
+#endif
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+INLINE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ------------------------------------------------------------------------------------------------ one panel */
+
+/* m rows against one stretch of a panel, in passes of equal height. `next` is what will be read after it. */
+static void passes(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const float *w, float *y, int64_t ldy,
+                   int add, const char *next) {
+    int64_t n = ceil_div(m, isa->rows), lines = next ? ceil_div(8, n) : 0;
+    for (int64_t i = 0; i < n; i++) {
+        int64_t r = m * i / n, end = m * (i + 1) / n;
+        isa->tile((int)(end - r), K, x + r * ldx, ldx, w, y + r * ldy, ldy, add, next, i < 8 ? (int)lines : 0);
+        next += K / 8 * lines * LINE;
+    }
+}
+
+typedef void Panel(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy);
+
+static void panel_f32(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
+    int64_t k = 0;
+    do {
+        int64_t depth = smaller(K - k, DEPTH);
+        const float *here = (const float *)w + k * WIDTH;
+        passes(isa, m, depth, x + k, ldx, here, y, ldy, k > 0, (const char *)(here + depth * WIDTH));
+    } while ((k += DEPTH) < K);
+}
+
+static void panel_q8(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
+    const int8_t *here = w;
+    if (m <= isa->rows_q8) {
+        isa->tile_q8((int)m, K, x, ldx, here, y, ldy);
+        return;
+    }
+    float wide[DEPTH_Q8 * WIDTH] __attribute__((aligned(LINE)));
+    int64_t k = 0;
+    do {
+        int64_t depth = smaller(K - k, DEPTH_Q8), groups = ceil_div(depth, GROUP);
+        isa->widen_panel(groups, here, wide);
+        here += groups * GROUP_BYTES;
+        passes(isa, m, depth, x + k, ldx, wide, y, ldy, k > 0, 0);
+    } while ((k += DEPTH_Q8) < K);
+}
+
+/* ------------------------------------------------------------------------------------------------ all panels */
+
+/* All rows against panel p; the last one, where it is narrower than 16, through a copy. */
+static void multiply_panel(const Isa *isa, Panel *panel, int64_t m, int64_t N, int64_t K, const float *x, int64_t ldx,
+                           const void *w, float *y, int64_t ldy, int64_t p) {
+    int64_t width = smaller(N - p * WIDTH, WIDTH);
+    y += p * WIDTH;
+    if (width == WIDTH) {
+        panel(isa, m, K, x, ldx, w, y, ldy);
+        return;
+    }
+    float wide[MOST_ROWS * WIDTH];
+    panel(isa, m, K, x, ldx, w, wide, WIDTH);
+    for (int64_t r = 0; r < m; r++) memcpy(y + r * ldy, wide + r * WIDTH, width * sizeof(float));
+}
+
+/* A thread takes the panels of its own share in order, then what is left of the others': one that shares its core with another
+ * process does not keep the rest waiting. */
+static void multiply(int isa, Panel *panel, int64_t bytes, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx,
+                     const void *w, float *y, int64_t ldy) {
+    int64_t panels = ceil_div(N, WIDTH), block = X_FLOATS / (K + 1);
+    block = smaller(block < LEAST_ROWS ? LEAST_ROWS : block, MOST_ROWS);
+    for (int64_t row = 0; row < M; row += block) {
+        struct { int64_t taken; char apart[LINE - sizeof(int64_t)]; } share[MOST_THREADS] = {{0}};
+        int64_t m = smaller(M - row, block);
+#pragma omp parallel if (m * N * K > SMALL)
+        {
+            int64_t threads = smaller(omp_get_num_threads(), MOST_THREADS), self = omp_get_thread_num();
+            for (int64_t i = 0; i < threads && self < threads; i++) {
+                int64_t owner = (self + i) % threads, end = panels * (owner + 1) / threads, p;
+                while ((p = panels * owner / threads + __atomic_fetch_add(&share[owner].taken, 1, __ATOMIC_RELAXED)) < end)
+                    multiply_panel(isas[isa], panel, m, N, K, x + row * ldx, ldx, (const char *)w + p * bytes, y + row * ldy, ldy, p);
+            }
+        }
+    }
+}
+
+int64_t weir_gemm_bytes(int64_t N, int64_t K) { return ceil_div(N, WIDTH) * K * LINE; }
+int64_t weir_gemm_q8_bytes(int64_t N, int64_t K) { return ceil_div(N, WIDTH) * ceil_div(K, GROUP) * GROUP_BYTES; }
+
+/* y [M][N] = x [M][K] · Wᵀ; ldx and ldy floats from row to row; `isa` at most weir_gemm_isa(). */
+void weir_gemm(int isa, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
+    multiply(isa, panel_f32, K * LINE, M, N, K, x, ldx, w, y, ldy);
+}
+
+void weir_gemm_q8(int isa, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
+    multiply(isa, panel_q8, ceil_div(K, GROUP) * GROUP_BYTES, M, N, K, x, ldx, w, y, ldy);
+}
+
+/* ------------------------------------------------------------------------------------------------ packing */
+
+/* W [N][K] into panels. */
+void weir_gemm_pack(int64_t N, int64_t K, const float *w, float *out) {
+#pragma omp parallel for if (N * K > SMALL)
+    for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
+        for (int64_t k = 0; k < K; k++)
+            for (int64_t j = 0; j < WIDTH; j++)
+                out[(p * K + k) * WIDTH + j] = p * WIDTH + j < N ? w[(p * WIDTH + j) * K + k] : 0;
+}
+
+/* One column's `count` weights of a group: scale = the largest / 127, each rounded to the nearest multiple of it. */
+static void quantize(int64_t count, const float *w, int8_t *group, int64_t j) {
+    float most = 0;
+    for (int64_t k = 0; k < count; k++) most = __builtin_fmaxf(most, __builtin_fabsf(w[k]));
+    float scale = most / 127;
+    memcpy(group + j * sizeof scale, &scale, sizeof scale);
+    for (int64_t k = 0; k < count; k++) {
+        float q = scale > 0 ? __builtin_fminf(__builtin_fmaxf(w[k] / scale, -127), 127) : 0;
+        group[LINE + k / 4 * LINE + j * 4 + k % 4] = (int8_t)__builtin_lrintf(q);
+    }
+}
+
+/* W [N][K] into panels of 8 bits. */
+void weir_gemm_q8_pack(int64_t N, int64_t K, const float *w, int8_t *out) {
+    int64_t groups = ceil_div(K, GROUP);
+#pragma omp parallel for if (N * K > SMALL)
+    for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
+        for (int64_t g = 0; g < groups; g++) {
+            int8_t *group = out + (p * groups + g) * GROUP_BYTES;
+            memset(group, 0, GROUP_BYTES);
+            for (int64_t j = 0; j < smaller(N - p * WIDTH, WIDTH); j++)
+                quantize(smaller(K - g * GROUP, GROUP), w + (p * WIDTH + j) * K + g * GROUP, group, j);
+        }
+}
