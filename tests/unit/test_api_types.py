@@ -63,7 +63,7 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     ({"tuning": {"knobs": {"maxBatchSize": {"min": 8, "max": 4}}}}, "spec.tuning.knobs.maxBatchSize: min must not exceed max"),
     ({"tuning": {"knobs": {"kvCacheBudget": {"min": "1Gi", "max": "1G"}}}}, "kvCacheBudget: min must not exceed max"),
     ({"tuning": {"knobs": {"kvCacheBudget": {"max": "1GB"}}}}, "kvCacheBudget.max: '1GB' is not a quantity"),
-    ({"tuning": {"knobs": {"maxBatchSize": {"max": 9}}}, "engine": {"limits": {"maxBatchSize": 8}}}, "must not exceed engine.limits"),
+    ({"tuning": {"knobs": {"maxBatchSize": {"max": 9}}}, "engine": {"limits": {"maxBatchSize": 8}}}, "must not exceed engine"),
     ({"tuning": {"knobs": {"kvCacheBudget": {"initial": "2Gi"}}}, "engine": {"limits": {"kvCache": "1Gi"}}}, "must not exceed"),
     ({"drain": {"timeout": "31m"}}, "spec.drain.timeout: must not exceed 30m"),
     ({"engine": {"extraArgs": ["--port=1"]}}, "spec.engine.extraArgs: must be flags of weir-server"),

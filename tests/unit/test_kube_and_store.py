@@ -1,0 +1,72 @@
+"""Paths, proxies, and the cache of what the watches have seen."""
+
+from typing import Any
+
+import pytest
+
+from weir_operator.io.kube import path, proxy_for
+from weir_operator.loops.reconcile import fingerprint
+from weir_operator.loops.store import Store
+
+PROXY = {"https": "http://proxy:3128", "http": "http://proxy:3128"}
+
+
+@pytest.mark.parametrize(("url", "no", "used"), [
+    ("https://10.96.0.1:443", "127.0.0.1,localhost,10.0.0.0/8,.svc", False),
+    ("https://10.96.0.1:443", "127.0.0.1, 10.0.0.0/8", False),  # a space after the comma
+    ("https://kubernetes.default.svc", ".svc", False),
+    ("https://api.example.com:6443", "10.0.0.0/8,.svc", True),
+    ("https://api.example.com:6443", "example.com", False),
+    ("https://notexample.com", "example.com", True),
+    ("https://[fd00::1]:6443", "fd00::/8", False),
+    ("https://api", "*", False),
+    ("https://api", "", True),
+    ("https://api", "not/a/network", True),
+])
+def test_no_proxy_is_read_as_go_reads_it(url: str, no: str, used: bool) -> None:
+    assert (proxy_for(url, {**PROXY, "no": no}) is not None) is used
+
+
+def test_without_proxies_none_is_used() -> None:
+    assert proxy_for("https://api", {}) is None
+
+
+def test_paths() -> None:
+    root = "/apis/weir.dev/v1alpha1/namespaces/ns/inferencedeployments"
+    assert path("InferenceDeployment", "ns", "chat", "status") == f"{root}/chat/status"
+    assert path("Pod", None) == "/api/v1/pods"
+    assert path("Lease", "ns", "weir-operator") == "/apis/coordination.k8s.io/v1/namespaces/ns/leases/weir-operator"
+
+
+def obj(name: str, version: str = "1", uid: str = "u", **labels: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "ns", "uid": uid, "resourceVersion": version, "labels": labels}}
+
+
+def test_an_older_event_does_not_overwrite_a_newer_object() -> None:
+    store = Store()
+    store.put("Service", obj("a", "9"))
+    store.put("Service", obj("a", "10"))
+    store.put("Service", obj("a", "9"))
+    assert store.get("Service", "ns", "a")["metadata"]["resourceVersion"] == "10"
+    store.put("Service", obj("a", "3", uid="another"))
+    assert store.get("Service", "ns", "a")["metadata"]["uid"] == "another"
+
+
+def test_a_fresh_list_drops_what_no_watch_reported_as_deleted() -> None:
+    store = Store()
+    for name in ("a", "b"):
+        store.put("Pod", obj(name, **{"weir.dev/name": "chat"}))
+    store.replace("Pod", [obj("b", "2", **{"weir.dev/name": "chat"})])
+    assert [p["metadata"]["name"] for p in store.pods("ns/chat")] == ["b"]
+    store.drop("Pod", obj("b", **{"weir.dev/name": "chat"}))
+    assert store.pods("ns/chat") == []
+
+
+def test_a_fingerprint_sees_edits_and_not_bookkeeping() -> None:
+    before = {**obj("a"), "spec": {"replicas": 1}, "status": {"readyReplicas": 0}}
+    busy = {**obj("a", "2"), "spec": {"replicas": 1}, "status": {"readyReplicas": 1}}
+    busy["metadata"]["annotations"] = {"deployment.kubernetes.io/revision": "3"}
+    before["metadata"]["annotations"] = {}
+    assert fingerprint(before) == fingerprint(busy)
+    assert fingerprint(before) != fingerprint({**before, "spec": {"replicas": 2}})
+    assert fingerprint(before) != fingerprint({**before, "metadata": {**before["metadata"], "labels": {"x": "y"}}})

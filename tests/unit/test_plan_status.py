@@ -1,0 +1,135 @@
+"""Status: conditions that stay honest on the way down (kserve/kserve#1859), and that do not change by themselves."""
+
+import json
+from typing import Any
+
+import pytest
+
+from weir_operator.api.conditions import Condition
+from weir_operator.plan.manifests import Defaults
+from weir_operator.plan.plan import parse, plan
+from weir_operator.plan.status import _TUNED, Observed, TuningReport
+from weir_operator.plan.tuning import _CALMEST_FIRST
+from weir_operator.tuner.types import Outcome
+
+NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
+
+
+def resource(replicas: int = 1, status: Any = None, **spec: Any) -> Any:
+    return parse({
+        "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 2},
+        "spec": {"model": {"source": "file:///m.gguf"}, "replicas": replicas, "slo": {"ttft": "1s", "tpot": "9ms"}, **spec},
+        "status": status or {},
+    })
+
+
+def deployment(ready: int, total: int = 1, **status: Any) -> dict[str, Any]:
+    return {"status": {"replicas": total, "updatedReplicas": total, "readyReplicas": ready, **status}}
+
+
+def pod(name: str = "chat-x", ready: bool = False, state: Any = None, last: Any = None, conditions: Any = ()) -> dict[str, Any]:
+    return {
+        "metadata": {"name": name, "namespace": "ns"},
+        "status": {
+            "conditions": [{"type": "Ready", "status": str(ready)}, *conditions],
+            "containerStatuses": [{"name": "server", "ready": ready, "state": state or {}, "lastState": last or {}}],
+        },
+    }
+
+
+def conditions(found: Any, **seen: Any) -> dict[str, tuple[str, str, str]]:
+    status = plan(found, Observed(**{"now": NOW, **seen}), Defaults("i", "t")).status
+    return {c["type"]: (c["status"], c["reason"], c["message"]) for c in status["conditions"]}
+
+
+BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s"}}
+READY = [
+    ("serving", resource(1), {"deployment": deployment(1)}, "True", "Serving"),
+    ("zero wanted", resource(0), {"deployment": deployment(0, 0)}, "False", "ScaledToZero"),
+    ("nothing there yet", resource(1), {}, "False", "Starting"),
+    ("one of two lost", resource(2), {"deployment": deployment(1, 2)}, "False", "SomePodsUnready"),
+    ("image", resource(1), {"pods": [pod(state={"waiting": {"reason": "ImagePullBackOff"}})]}, "False", "ImagePullFailed"),
+    ("crash", resource(1), {"pods": [pod(state=BACK_OFF, last={"terminated": {"exitCode": 1}})]}, "False", "CrashLooping"),
+    ("memory", resource(1), {"pods": [pod(state=BACK_OFF, last={"terminated": {"exitCode": 137, "reason": "OOMKilled"}})]},
+     "False", "OutOfMemory"),
+    ("node", resource(1), {"pods": [pod(conditions=[{"type": "PodScheduled", "reason": "Unschedulable", "message": "full"}])]},
+     "False", "Unschedulable"),
+    ("config", resource(1), {"pods": [pod(state={"waiting": {"reason": "CreateContainerConfigError"}})]},
+     "False", "ConfigError"),
+    ("taken", resource(1), {"deployment": deployment(1), "trouble": Condition("Ready", False, "NameTaken", "Service chat")},
+     "False", "NameTaken"),
+]
+
+
+@pytest.mark.parametrize(("found", "seen", "status", "reason"), [case[1:] for case in READY], ids=[case[0] for case in READY])
+def test_ready(found: Any, seen: Any, status: str, reason: str) -> None:
+    assert conditions(found, **seen)["Ready"][:2] == (status, reason)
+
+
+def test_one_of_two_lost_is_available_and_degraded() -> None:
+    said = conditions(resource(2), deployment=deployment(1, 2))
+    assert said["Available"][0] == "True"
+    assert said["Degraded"][0] == "True"
+
+
+def test_a_server_that_cannot_load_says_so_in_its_own_words() -> None:
+    words = "INFO starting\nweir-server: /m.gguf: expected 91 bytes, the file has 50"
+    ended = {"terminated": {"exitCode": 2, "message": words}}
+    said = conditions(resource(1), pods=[pod(state=BACK_OFF, last=ended)])
+    assert said["ModelLoaded"] == ("False", "LoadFailed", words.splitlines()[-1])
+    assert said["Ready"][2].endswith(words.splitlines()[-1])
+
+
+def test_a_stuck_rollout_is_said_while_old_pods_serve() -> None:
+    stuck = deployment(1, 2, conditions=[{"type": "Progressing", "reason": "ProgressDeadlineExceeded", "message": "late"}])
+    said = conditions(resource(1), deployment=stuck)
+    assert said["Progressing"][:2] == ("False", "DeadlineExceeded")
+    assert said["Ready"][0] == "True"
+
+
+def report(**more: Any) -> TuningReport:
+    return TuningReport(**{"status": {"mode": "Auto"}, "ready": 2, "answering": 2, **more})
+
+
+TRAFFIC = [
+    ({"tuning": None}, "MetricsAvailable", "Unknown", "NoPods"),
+    ({"tuning": report()}, "MetricsAvailable", "True", "Polled"),
+    ({"tuning": report(answering=1, silent={"a": "no answer in 2 s"})}, "MetricsAvailable", "False", "SomePodsSilent"),
+    ({"tuning": report(answering=0, silent={"a": "x", "b": "y"})}, "MetricsAvailable", "False", "NoPodAnswers"),
+    ({"tuning": report()}, "SLOMet", "Unknown", "NoTraffic"),
+    ({"tuning": report(good_percent=95)}, "SLOMet", "True", "Met"),
+    ({"tuning": report(good_percent=0)}, "SLOMet", "False", "Missed"),
+    ({"tuning": report(refusing=True)}, "Saturated", "True", "Refusing"),
+    ({"tuning": report(outcome=Outcome.HOLDING)}, "Tuned", "True", "Holding"),
+    ({"tuning": report(outcome=Outcome.MOVED)}, "Tuned", "False", "Moving"),
+    ({"tuning": report(outcome=Outcome.HOLDING, drift="x")}, "Tuned", "False", "KnobDrift"),
+    ({"tuning": report(other_contract=("chat-0",))}, "KnobsUnsupported", "True", "OtherContract"),
+]
+
+
+@pytest.mark.parametrize(("seen", "kind", "status", "reason"), TRAFFIC)
+def test_traffic(seen: Any, kind: str, status: str, reason: str) -> None:
+    assert conditions(resource(), **seen)[kind][:2] == (status, reason)
+
+
+def test_without_objectives_nothing_is_tuned_and_it_says_why() -> None:
+    said = conditions(resource(slo=None), tuning=report(outcome=Outcome.NO_OBJECTIVES))
+    assert said["SLOMet"][1] == "NoObjectives"
+    assert "spec.slo" in said["Tuned"][2]
+
+
+def test_every_outcome_of_the_tuner_has_a_reason_and_a_rank() -> None:
+    assert set(_TUNED) == set(Outcome) == set(_CALMEST_FIRST)
+
+
+def test_an_unchanged_observation_is_an_unchanged_status() -> None:
+    seen = {"deployment": deployment(1), "tuning": report(outcome=Outcome.HOLDING)}
+    first = plan(resource(), Observed(NOW, **seen), Defaults("i", "t")).status
+    again = plan(resource(status=json.loads(json.dumps(first))), Observed(LATER, **seen), Defaults("i", "t")).status
+    assert again == first
+
+
+def test_what_the_tuner_said_outlives_a_restart_of_the_operator() -> None:
+    before = {"tuning": {"mode": "Auto", "knobs": {"maxBatchSize": 9}}}
+    assert plan(resource(status=before), Observed(NOW), Defaults("i", "t")).status["tuning"] == before["tuning"]

@@ -1,0 +1,346 @@
+"""The tuner loop over real sockets, against a control port with the server's own knob rules.
+
+The law itself is tested elsewhere: here its decisions are given, and what is asked of the pods is what counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from aiohttp import web
+from fake_server import BOOT, FakeServer
+
+from weir_operator.io.scrape import ControlClient, Endpoint, Silent, url_for
+from weir_operator.loops import tuner as module
+from weir_operator.loops.steering import VERIFIED_SECONDS, Subject
+from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
+from weir_operator.plan.plan import parse
+from weir_operator.plan.status import TuningReport
+from weir_operator.tuner.types import Decision, Move, Outcome, Record, TunerState
+
+EPOCH = 7 * 2**16
+
+
+def resource(**tuning: Any) -> Any:
+    return parse({
+        "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "chat", "uid": "u"},
+        "spec": {"model": {"source": "file:///m.gguf"}, "slo": {"ttft": "1s", "tpot": "50ms"}, "tuning": tuning},
+    })
+
+
+class News:
+    """A sink that keeps everything."""
+
+    def __init__(self) -> None:
+        self.reports: list[TuningReport] = []
+        self.rounds: list[Round] = []
+
+    def publish(self, subject: Subject, news: TuningReport) -> None:
+        self.reports.append(news)
+
+    def polled(self, subject: Subject, round_: Round) -> None:
+        self.rounds.append(round_)
+
+
+class Law:
+    """Stands where `decide` stands: gives the moves that the test queued, and a record for each pod."""
+
+    def __init__(self) -> None:
+        self.moves: list[dict[str, float]] = []
+
+    def __call__(self, state: TunerState, pods: Any, spec: Any, now: float) -> Decision:
+        knobs = self.moves.pop(0) if self.moves else None
+        if knobs is None:
+            return Decision(state, (), tuple(Record(now, p, "set-point", Outcome.HOLDING, "nothing better") for p in pods))
+        moves = tuple(Move(p, knobs, "set-point", "better") for p in pods)
+        changes = {k: (0.0, v) for k, v in knobs.items()}
+        records = tuple(Record(now, p, "set-point", Outcome.MOVED, "better", changes) for p in pods)
+        return Decision(state, moves, records)
+
+
+class Bench:
+    """A loop with a clock that the test moves."""
+
+    def __init__(self, client: ControlClient, endpoints: list[Endpoint], law: Law) -> None:
+        self.client, self.endpoints, self.law = client, endpoints, law
+        self.resource, self.saved = resource(), {}
+        self.now, self.epoch, self.news = 1000.0, EPOCH, News()
+        self.fresh()
+
+    def fresh(self) -> None:
+        """As another operator process."""
+        self.loop = TunerLoop(
+            self.client, lambda: [Subject("ns/chat", self.resource, tuple(self.endpoints), self.saved)], lambda: self.epoch,
+            self.news, TunerSettings(tick=30, poll=5, lease=180), clock=lambda: self.now,
+        )
+
+    async def poll(self, seconds: float = 5.0) -> None:
+        self.now += seconds
+        await self.loop.once()
+
+
+@pytest.fixture
+async def server() -> Any:
+    async with FakeServer() as s:
+        yield s
+
+
+@pytest.fixture
+async def bench(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> Any:
+    law = Law()
+    monkeypatch.setattr(module, "decide", law)
+    async with ControlClient() as client:
+        yield Bench(client, [server.endpoint()], law)
+
+
+async def test_a_move_takes_the_next_seq_and_reads_back(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    await bench.poll()
+    assert server.board.target.max_batch_size == 9
+    assert (server.board.fence.epoch, server.board.fence.seq) == (EPOCH, 1)
+    assert type(server.puts[0]["knobs"]["max_batch_size"]) is int
+    assert server.puts[0]["slo"] == {"ttft": 1.0, "tpot": 0.05}
+    assert bench.news.reports[-1].drift == ""
+    assert len(server.puts) == 1
+
+
+async def test_a_lease_is_renewed_word_for_word_after_a_third_of_it(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    for _ in range(14):
+        await bench.poll(10.0)
+    assert server.puts[0] == server.puts[1] == server.puts[2]
+    assert len(server.puts) == 3  # 130 s of 180
+    await bench.poll()
+    bench.law.moves = [{"max_queue_depth": 5.0}]
+    await bench.poll()
+    assert server.puts[-1]["seq"] == 2
+    assert (server.board.target.max_batch_size, server.board.target.max_queue_depth) == (9, 5)
+
+
+@pytest.mark.parametrize("mode", ["Advise", "Disabled"])
+async def test_advise_and_disabled_put_the_declared_values_in_force(server: FakeServer, bench: Bench, mode: str) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    assert server.board.target.max_batch_size == 9
+    bench.resource = resource(mode=mode, knobs={"maxBatchSize": {"initial": 6}})
+    await bench.poll()
+    assert server.board.target.max_batch_size == 6
+    assert server.puts[-1]["lease_seconds"] == 0
+    count = len(server.puts)
+    for _ in range(30):
+        await bench.poll()
+    assert len(server.puts) == count  # once is enough
+
+
+async def test_paused_holds_the_lease_and_the_values(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    bench.resource = resource(paused=True)
+    await bench.poll(70.0)
+    await bench.poll(70.0)
+    assert server.board.target.max_batch_size == 9
+    assert len(server.puts) == 3
+    assert bench.news.reports[-1].status["mode"] == "Paused"
+
+
+async def test_a_knob_that_reads_back_otherwise_is_drift_and_then_the_truth(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    server.board.target = server.board.target.merged({"max_batch_size": 5})
+    await bench.poll(40.0)
+    assert "max_batch_size was set to 9 and reads 5" in bench.news.reports[-1].drift
+    await bench.poll(70.0)
+    assert server.board.target.max_batch_size == 5  # not fought: the next decision starts from what is
+
+
+async def test_an_operator_that_restarts_goes_on_from_what_it_reads(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    await bench.poll(40.0)
+    bench.saved, bench.epoch = json.loads(json.dumps(dict(bench.news.reports[-1].status))), EPOCH + 1
+    bench.fresh()
+    await bench.poll()
+    assert server.board.target.max_batch_size == 9
+    assert (server.board.fence.epoch, server.board.fence.seq) == (EPOCH + 1, 1)
+    await bench.poll(40.0)
+    assert any(h["outcome"] == "Moved" for h in bench.news.reports[-1].status["history"])
+
+
+async def test_a_saved_state_of_another_version_is_dropped(bench: Bench) -> None:
+    bench.saved = {"state": {"next_tick": None, "pods": {"chat-0": {"odd": 1}}}, "history": []}
+    await bench.poll()
+    assert bench.news.rounds[0].before == TunerState()
+
+
+async def test_an_old_leader_that_wakes_up_is_refused(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    bench.epoch, old = EPOCH + 5, bench.epoch
+    bench.fresh()
+    await bench.poll()
+    bench.epoch, bench.law.moves = old, [{"max_batch_size": 2.0}]
+    bench.fresh()
+    await bench.poll()
+    assert server.board.target.max_batch_size == 9
+    assert bench.news.rounds[-1].failed["chat-0"].startswith("409")
+
+
+async def test_without_leadership_nothing_is_asked(server: FakeServer, bench: Bench) -> None:
+    bench.epoch = None
+    await bench.poll()
+    assert server.seen == []
+
+
+async def test_leadership_lost_between_poll_and_move_moves_nothing(server: FakeServer, bench: Bench) -> None:
+    async def lose(request: web.Request) -> None:
+        bench.epoch = None
+
+    server.behave, bench.law.moves = lose, [{"max_batch_size": 9.0}]
+    await bench.poll()
+    assert server.puts == []
+    assert "no longer leads" in bench.news.rounds[-1].failed["chat-0"]
+
+
+async def test_another_process_behind_the_address_starts_afresh(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    server.restart()
+    await bench.poll()
+    assert server.board.target == BOOT
+    assert server.puts[-1]["instance"] == server.board.instance
+
+
+async def test_a_declared_value_outside_the_envelope_does_not_stop_the_rest(server: FakeServer, bench: Bench) -> None:
+    bench.resource = resource(knobs={"maxBatchSize": {"initial": 500}})
+    bench.law.moves = [{"max_queue_depth": 7.0}]
+    await bench.poll()
+    assert server.board.target.max_queue_depth == 7
+    assert server.board.fallback.max_batch_size == 64
+
+
+async def test_values_that_met_the_objectives_for_long_become_the_fallback(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    await bench.poll()
+    for i in range(int(VERIFIED_SECONDS / 50) + 2):
+        server.counters = {"slo_total": 100 * (i + 1), "slo_good": {"ttft": 0, "tpot": 0, "both": 99 * (i + 1)}}
+        assert server.board.fallback.max_batch_size == 4
+        if i * 50 >= VERIFIED_SECONDS - 50:
+            break
+        await bench.poll(50.0)
+    await bench.poll(60.0)
+    await bench.poll(5.0)
+    assert server.board.fallback.max_batch_size == 9
+
+
+async def _status(status: int) -> web.Response:
+    return web.json_response({"error": "x"}, status=status)
+
+
+def _only_windows(answer: Callable[[], Any]) -> Any:
+    async def behave(request: web.Request) -> Any:
+        return await answer() if request.path == "/control/window" else None
+
+    return behave
+
+
+async def _empty() -> web.Response:
+    return web.json_response({})
+
+
+async def _redirect() -> web.Response:
+    raise web.HTTPFound("http://169.254.169.254/")
+
+
+async def _huge() -> web.Response:
+    return web.Response(body=b"[" + b" " * 1_000_000 + b"]", content_type="application/json")
+
+
+async def _words() -> web.Response:
+    return web.Response(text="ok")
+
+
+@pytest.mark.parametrize("answer", [lambda: _status(500), _empty, _redirect, _huge, _words], ids=lambda f: f.__name__)
+async def test_no_usable_window_is_silence_and_never_zero(server: FakeServer, bench: Bench, answer: Any) -> None:
+    server.behave = _only_windows(answer)
+    await bench.poll()
+    view = bench.news.rounds[-1].pods["chat-0"]
+    assert view.polls[-1].window is None
+    assert bench.news.reports[-1].answering == 0
+    assert bench.news.reports[-1].silent["chat-0"]
+    assert bench.news.reports[-1].good_percent is None
+
+
+async def test_a_pod_that_hangs_does_not_hold_up_another(server: FakeServer, bench: Bench) -> None:
+    async def hang(request: web.Request) -> None:
+        await asyncio.sleep(60)
+
+    async with FakeServer() as other:
+        other.behave = hang
+        bench.endpoints.append(other.endpoint("chat-1"))
+        async with asyncio.timeout(10):
+            await bench.poll()
+    pods = bench.news.rounds[-1].pods
+    assert pods["chat-0"].polls[-1].window is not None
+    assert pods["chat-1"].polls[-1].window is None
+    assert bench.news.reports[-1].silent == {"chat-1": "no answer in 2 s"}
+
+
+async def test_another_contract_is_left_alone(server: FakeServer, bench: Bench) -> None:
+    async def other(request: web.Request) -> Any:
+        if request.path != "/control/state":
+            return None
+        return web.json_response({**server.state().to_wire(), "contract": {"major": 2, "minor": 0}})
+
+    server.behave, bench.law.moves = other, [{"max_batch_size": 9.0}]
+    await bench.poll()
+    assert server.puts == []
+    assert bench.news.reports[-1].other_contract == ("chat-0",)
+
+
+async def test_reports_come_on_change_and_not_too_often(server: FakeServer, bench: Bench) -> None:
+    for _ in range(24):
+        await bench.poll()
+    assert len(bench.news.reports) == 1  # nothing changed in two minutes
+    bench.law.moves = [{"max_batch_size": 9.0}, {"max_batch_size": 8.0}]
+    for _ in range(7):
+        await bench.poll()
+    assert len(bench.news.reports) <= 3
+    outcomes = [h["outcome"] for h in bench.news.reports[-1].status["history"]]
+    assert outcomes.count("Moved") == 2
+
+
+async def test_history_is_bounded_and_does_not_repeat_itself(bench: Bench) -> None:
+    for i in range(60):
+        bench.law.moves = [{"max_batch_size": float(1 + i % 9)}]
+        await bench.poll()
+        await bench.poll()
+    history = bench.news.reports[-1].status["history"]
+    assert len(history) == 20
+    for newer, older in itertools.pairwise(history):
+        assert (newer["outcome"], older["outcome"]) != ("Holding", "Holding")
+
+
+async def test_ipv6_addresses_are_bracketed() -> None:
+    assert url_for("fd00::7", 8081) == "http://[fd00::7]:8081"
+    async with FakeServer("::1") as server, ControlClient() as client:
+        assert (await client.window(server.endpoint())).running == 0
+
+
+async def test_proxies_of_the_environment_are_not_asked(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    async with ControlClient() as client:
+        assert (await client.state(server.endpoint())).instance == server.board.instance
+
+
+async def test_a_wrong_token_is_said_in_words(server: FakeServer) -> None:
+    async with ControlClient() as client:
+        with pytest.raises(Silent, match="401"):
+            await client.state(Endpoint("chat-0", server.endpoint().url, "wrong"))
