@@ -46,7 +46,7 @@ floors: $(VENV)/.dev  ## who may import whom
 generate: $(VENV)/.dev  ## the CRD, from the typed API, into crds/ and the chart
 	$(BIN)/python -m weir_operator.api.crd .
 
-goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (about ten minutes)
+goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (a few minutes)
 	$(BIN)/python tests/goldens/make.py
 
 clean:  ## remove the virtual environment and caches

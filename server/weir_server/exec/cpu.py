@@ -19,6 +19,9 @@ from weir_server.model.config import DecoderConfig
 
 _LANES = 16
 
+_LEVELS = {"AVX2": 1, "AVX512": 2}
+"""torch's word for what it uses (ATEN_CPU_CAPABILITY lowers it) → the kernels' instruction set; others get the baseline."""
+
 
 class _Attention(ctypes.Structure):
     """`Attention` of kernels.c."""
@@ -45,6 +48,7 @@ def load_library() -> ctypes.CDLL:
     library.weir_add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, ctypes.c_float]
     library.weir_silu_mul.argtypes = [pointer, pointer, number, number]
     library.weir_attention.argtypes = [pointer, pointer, pointer, number, pointer, number, ctypes.c_int64]
+    library.weir_select(_LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0))
     for name in ("weir_add_rms_norm", "weir_silu_mul", "weir_attention"):
         getattr(library, name).restype = None
     return library

@@ -12,11 +12,6 @@
 
 extern int omp_get_thread_num(void);
 
-#if defined(__x86_64__)
-#define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
-#else
-#define CLONES
-#endif
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16, MAX_QUERIES = 6, SMALL = 1 << 15 };
@@ -53,7 +48,7 @@ INLINE vec exp_lanes(vec x) {
 
 /* ------------------------------------------------------------------------------------------------ RMSNorm, SiLU */
 
-CLONES static void rms_norm_row(const float *x, float *residual, const float *weight, float *out, int n, float eps) {
+INLINE void rms_norm_row(const float *x, float *residual, const float *weight, float *out, int n, float eps) {
     vec squares = {0};
     for (int i = 0; i < n; i += LANES) {
         vec v = load(residual + i);
@@ -64,26 +59,10 @@ CLONES static void rms_norm_row(const float *x, float *residual, const float *we
     for (int i = 0; i < n; i += LANES) store(out + i, load(residual + i) * scale * load(weight + i));
 }
 
-void weir_add_rms_norm(const float *x, float *residual, const float *weight, float *out, int rows, int n, float eps) {
-#pragma omp parallel for if ((int64_t)rows * n > SMALL)
-    for (int r = 0; r < rows; r++) {
-        int64_t at = (int64_t)r * n;
-        rms_norm_row(x ? x + at : 0, residual + at, weight, out + at, n, eps);
-    }
-}
-
-CLONES static void silu_mul_row(const float *gate, const float *up, float *out, int n) {
+INLINE void silu_mul_row(const float *gate, const float *up, float *out, int n) {
     for (int i = 0; i < n; i += LANES) {
         vec g = load(gate + i);
         store(out + i, g / (exp_lanes(-g) + 1.0f) * load(up + i));
-    }
-}
-
-void weir_silu_mul(const float *gate_up, float *out, int rows, int n) {
-#pragma omp parallel for if ((int64_t)rows * n > SMALL)
-    for (int r = 0; r < rows; r++) {
-        const float *gate = gate_up + (int64_t)r * 2 * n;
-        silu_mul_row(gate, gate + n, out + (int64_t)r * n, n);
     }
 }
 
@@ -115,7 +94,7 @@ INLINE void rotate(float *x, const float *cos, const float *sin, int half, float
 }
 
 /* Rotate a token's queries (scaled by dim^-1/2) and keys in place, and put keys and values into their page. */
-CLONES static void append_token(const Attention *a, float *qkv, int t) {
+INLINE void append_token(const Attention *a, float *qkv, int t) {
     int half = a->dim / 2, position = a->positions[t], slot = position % a->page;
     const int32_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
     const float *cos = a->cos + (int64_t)position * half, *sin = a->sin + (int64_t)position * half;
@@ -188,7 +167,7 @@ INLINE void attend_n(int N, const Attention *a, const int32_t *table, int head, 
     }
 }
 
-CLONES static void attend(int N, const Attention *a, const int32_t *table, int head, const float *const *q,
+INLINE void attend(int N, const Attention *a, const int32_t *table, int head, const float *const *q,
                           const int *lengths, int longest, float *const *out, float *scores) {
     switch (N) {
     case 1: attend_n(1, a, table, head, q, lengths, longest, out, scores); break;
@@ -197,6 +176,66 @@ CLONES static void attend(int N, const Attention *a, const int32_t *table, int h
     case 4: attend_n(4, a, table, head, q, lengths, longest, out, scores); break;
     case 5: attend_n(5, a, table, head, q, lengths, longest, out, scores); break;
     default: attend_n(6, a, table, head, q, lengths, longest, out, scores); break;
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------ instruction sets */
+
+typedef struct {
+    void (*rms_norm_row)(const float *x, float *residual, const float *weight, float *out, int n, float eps);
+    void (*silu_mul_row)(const float *gate, const float *up, float *out, int n);
+    void (*append_token)(const Attention *a, float *qkv, int t);
+    void (*attend)(int N, const Attention *a, const int32_t *table, int head, const float *const *q, const int *lengths,
+                   int longest, float *const *out, float *scores);
+} Kernels;
+
+/* The functions above, compiled once more for another instruction set. */
+#define COMPILE(set, attribute)                                                                                           \
+    attribute static void rms_norm_row_##set(const float *x, float *residual, const float *weight, float *out, int n,     \
+                                             float eps) { rms_norm_row(x, residual, weight, out, n, eps); }               \
+    attribute static void silu_mul_row_##set(const float *gate, const float *up, float *out, int n) {                     \
+        silu_mul_row(gate, up, out, n);                                                                                   \
+    }                                                                                                                     \
+    attribute static void append_token_##set(const Attention *a, float *qkv, int t) { append_token(a, qkv, t); }          \
+    attribute static void attend_##set(int N, const Attention *a, const int32_t *table, int head, const float *const *q,  \
+                                       const int *lengths, int longest, float *const *out, float *scores) {               \
+        attend(N, a, table, head, q, lengths, longest, out, scores);                                                      \
+    }                                                                                                                     \
+    static const Kernels set = {rms_norm_row_##set, silu_mul_row_##set, append_token_##set, attend_##set};
+
+COMPILE(baseline, __attribute__((unused)))
+#if defined(__x86_64__)
+COMPILE(avx2, __attribute__((target("arch=x86-64-v3"))))
+COMPILE(avx512, __attribute__((target("arch=x86-64-v4"))))
+#endif
+
+static const Kernels *kernels = &baseline;
+
+/* Use the best instruction set of this machine up to `most`: 0 any machine's, 1 AVX2, 2 AVX-512. Returns the one in use. */
+int weir_select(int most) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (most >= 2 && __builtin_cpu_supports("x86-64-v4")) return kernels = &avx512, 2;
+    if (most >= 1 && __builtin_cpu_supports("x86-64-v3")) return kernels = &avx2, 1;
+#endif
+    return kernels = &baseline, 0;
+}
+
+/* ------------------------------------------------------------------------------------------------ what is called */
+
+void weir_add_rms_norm(const float *x, float *residual, const float *weight, float *out, int rows, int n, float eps) {
+#pragma omp parallel for if ((int64_t)rows * n > SMALL)
+    for (int r = 0; r < rows; r++) {
+        int64_t at = (int64_t)r * n;
+        kernels->rms_norm_row(x ? x + at : 0, residual + at, weight, out + at, n, eps);
+    }
+}
+
+void weir_silu_mul(const float *gate_up, float *out, int rows, int n) {
+#pragma omp parallel for if ((int64_t)rows * n > SMALL)
+    for (int r = 0; r < rows; r++) {
+        const float *gate = gate_up + (int64_t)r * 2 * n;
+        kernels->silu_mul_row(gate, gate + n, out + (int64_t)r * n, n);
     }
 }
 
@@ -212,7 +251,7 @@ static void attend_tile(const Attention *a, const float *qkv, float *out, int t,
         o[n] = out + ((int64_t)token * a->heads + h) * a->dim;
         lengths[n++] = a->positions[token] + 1;
         if (n == MAX_QUERIES || i + 1 == count * group) {
-            attend(n, a, table, head, q, lengths, lengths[n - 1], o, scores);
+            kernels->attend(n, a, table, head, q, lengths, lengths[n - 1], o, scores);
             n = 0;
         }
     }
@@ -226,7 +265,7 @@ void weir_attention(const Attention *a, float *qkv, float *out, int tokens, cons
 #pragma omp parallel if (work > 8 * SMALL)
     {
 #pragma omp for
-        for (int t = 0; t < tokens; t++) append_token(a, qkv, t);
+        for (int t = 0; t < tokens; t++) kernels->append_token(a, qkv, t);
 #pragma omp for schedule(dynamic, 1)
         for (int u = 0; u < units; u++) {
             const int32_t *tile = tiles + 2 * (u % n_tiles);

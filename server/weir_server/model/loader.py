@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -246,7 +247,7 @@ def _key(files: list[Path]) -> str:
     digest = hashlib.sha256(f"weir weights {LAYOUT_VERSION}".encode())
     for file in files:
         stat = file.stat()
-        digest.update(f"\0{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+        digest.update(f"\0{file.name}\0{stat.st_size}\0{int(stat.st_mtime)}".encode())  # layers of images keep whole seconds
     return digest.hexdigest()[:32]
 
 
@@ -280,9 +281,11 @@ def _map(path: Path, c: DecoderConfig) -> Weights | None:
 
 def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> bool:
     """Write the cache so that it appears whole or not at all. False where the file system does not let us."""
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary, size = path.with_suffix(f".{os.getpid()}.tmp"), sum(w.nbytes for w in weights.values())
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if (free := shutil.disk_usage(path.parent).free) < size + (1 << 20):
+            raise OSError(f"it needs {size} bytes and {free} are free")  # and a small /tmp is not to be filled
         save_file(dict(weights), temporary)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as e:
