@@ -64,4 +64,4 @@ def retry_after(load: Load, pace: Pace, dice: float) -> int:
     """Whole seconds for the header: the expected wait, ± 20 % by `dice` in [0, 1), so that those refused together part."""
     expected = wait_seconds(load, pace)
     jittered = (RETRY_MIN if expected is None else expected) * (0.8 + 0.4 * dice)
-    return min(RETRY_MAX, max(RETRY_MIN, math.ceil(jittered)))
+    return max(RETRY_MIN, math.ceil(min(RETRY_MAX, jittered)))
