@@ -113,6 +113,8 @@ async def watch(
         clusterwide=not namespaces,
         namespaces=list(namespaces),
         standalone=True,
+        # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
+        identity="weir-operator",  # type: ignore[arg-type]
         ready_flag=ready,
         stop_flag=stop,
     )
