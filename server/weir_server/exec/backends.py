@@ -17,7 +17,7 @@ from weir_server.link.messages import Sampling
 from weir_server.model.config import DecoderConfig
 from weir_server.model.decoder import Ops
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("weir.exec")
 
 
 class Backend(Protocol):

@@ -21,7 +21,7 @@ from weir_server.model.linear import probe
 from weir_server.model.loader import load_checkpoint
 from weir_server.model.sampler import Draw, sample
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("weir.exec")
 
 
 def load(boot: Boot) -> LoadedModel:

@@ -39,7 +39,7 @@ from weir_server.model.files import (
     safetensors_files,
 )
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("weir.model")
 
 LAYOUT_VERSION = 1
 
