@@ -14,7 +14,7 @@ from weir_server.contract import Geometry, Knobs
 from weir_server.engine.core import Engine, EngineConfig
 from weir_server.exec.interface import RowResult, RowWork
 from weir_server.exec.null import NullRunner
-from weir_server.link.messages import Admitted, Finished, Report, Sampling, SetKnobs, Submit, Tokens
+from weir_server.link.messages import Admitted, Finished, Report, Sampling, SetKnobs, Stats, Submit, Tokens
 from weir_server.policy.limits import Limits
 
 SIZE = 4  # tokens a block
@@ -157,7 +157,7 @@ class Kit:
         self.report()
 
     @property
-    def stats(self):  # noqa: ANN201
+    def stats(self) -> Stats:
         return self.engine.meter.stats
 
     def reason(self, id: int, row: int = 0) -> str:

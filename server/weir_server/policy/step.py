@@ -3,8 +3,8 @@
 decide() is a pure function of a few numbers per row. Its rules, each with its bound:
 
 - Every decoding row feeds one token. Prompts share what is left, up to the prefill chunk, in the same forward.
-- A prefill that decodes have kept out for `grant` steps gets min(chunk, half the token budget) of the next one, so a prompt
-  of C chunks is through within C·(grant + 1) steps of its admission.
+- A prefill that decodes have kept from its share, min(chunk, half the token budget), for `grant` steps gets it in the next
+  one, so a prompt of C shares is through within C·(grant + 1) steps of its admission.
 - The head of the queue is admitted when a slot is free, and the *whole* prompt fits: free − watermark·budget ≥ need, the
   watermark only while something decodes (it is room for those to grow) and nothing at all asked of a row that runs alone,
   or a row that fits exactly would wait for ever. Nobody overtakes the head.
@@ -52,7 +52,7 @@ class State:
     room: int  # blocks that running rows may grow by
     budget: int  # the KV budget, blocks
     watermark: float
-    starved: int  # steps since a parked prefill last got tokens
+    starved: int  # steps since the oldest prefill last got its share
     limits: Limits
 
 
@@ -76,10 +76,10 @@ def decide(state: State) -> StepPlan:
     preempt = victims(state.running, state.room)
     rows = [(i, row) for i, row in enumerate(state.running) if i not in preempt]
     decoding = any(not row.left for _, row in rows)
-    parked = any(row.left for _, row in rows)
+    parked = next((row.left for _, row in rows if row.left), 0)
     chunk = limits.prefill_tokens(decoding)
-    due = parked and 0 < limits.grant <= state.starved
-    reserved = min(chunk, limits.tokens // 2) if due else 0
+    share = min(parked, chunk, max(1, limits.tokens // 2))
+    reserved = share if 0 < limits.grant <= state.starved else 0
 
     take = [0] * len(state.running)
     tokens, pages, first = limits.tokens - reserved, limits.pages, True
@@ -94,7 +94,7 @@ def decide(state: State) -> StepPlan:
             pages, first = pages - row.pages, False
 
     admit, bound = ((), "kv" if state.queued else None) if preempt else _admit(state, decoding, prompt)
-    starved = state.starved + 1 if parked and not prompt.taken else 0
+    starved = state.starved + 1 if prompt.taken < share else 0
     return StepPlan(tuple(take), admit, preempt, bound, starved)
 
 

@@ -1,0 +1,203 @@
+"""From boot values and a machine to a pool, knobs and an envelope; the cgroup's limit; the measured plant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weir_server.contract import Plant
+from weir_server.engine.child import plan_boot
+from weir_server.engine.memory import cgroup_limit, memory_used
+from weir_server.engine.plant import measure, solve
+from weir_server.exec.interface import RowResult
+from weir_server.exec.null import NullModel, NullRunner
+from weir_server.kv.sizing import HEADROOM, Machine, SizingError, Wish, parse_quantity, size_pool
+from weir_server.link.errors import UserError
+from weir_server.link.messages import Boot
+
+BLOCK = 737_280
+GIB = 1 << 30
+
+
+def machine(limit: int = 4 * GIB) -> Machine:
+    return Machine(limit, "the cgroup's", process=50 << 20, weights=513 << 20, activations=84 << 20)
+
+
+def wish(budget: str = "auto", **more: object) -> Wish:
+    values: dict[str, object] = {"budget_min": None, "num_blocks": None, "share": 0.9, "context": 8192, "slots": 4}
+    return Wish(budget=budget, **{**values, **more})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "chunks"),
+    [
+        ("129e6", 174), ("0.5Gi", 728), ("268435456", 364), ("524288Ki", 728), ("1G", 1356), ("128974848000m", 174),
+        ("1.5G", 2034), ("1Gi", 1456), (".5Gi", 728), ("1E6", 1),
+    ],
+)
+def test_every_legal_spelling_of_a_quantity(text: str, chunks: int) -> None:
+    """As Kubernetes writes them (DataDog/integrations-core#17280, kubernetes-client/python#756)."""
+    assert parse_quantity(text) // BLOCK == chunks
+
+
+@pytest.mark.parametrize("text", ["1GB", "1gi", "-1Gi", "", "Gi", "1 Gi", "1e", "1KiB", "0x10", "1e3Gi", "nan"])
+def test_a_malformed_quantity_is_one_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a quantity of bytes"):
+        parse_quantity(text)
+
+
+def test_auto_takes_twice_the_boot_batch_where_memory_allows() -> None:
+    sizing = size_pool(machine(16 * GIB), wish(), BLOCK, 16)
+    assert (sizing.num_chunks, sizing.budget, sizing.budget_range) == (4096 + 2, 3019898880, (377487360, 3019898880))
+
+
+def test_auto_takes_what_the_limit_leaves_and_says_the_arithmetic() -> None:
+    sizing = size_pool(machine(2 * GIB), wish(), BLOCK, 16)
+    left = int(2 * GIB * 0.9) - (50 << 20) - (513 << 20) - (84 << 20) - HEADROOM
+    assert sizing.num_chunks == left // BLOCK
+    assert "2048 MiB (the cgroup's) x 0.9" in sizing.lines[0] and "weights 513 MiB" in sizing.lines[1]
+
+
+def test_a_stated_budget_is_rounded_down_and_may_be_raised_up_to_the_pool() -> None:
+    sizing = size_pool(machine(16 * GIB), wish("0.5Gi"), BLOCK, 16)
+    assert sizing.budget == 728 * BLOCK and sizing.budget_range == (512 * BLOCK, 4096 * BLOCK)
+    larger = size_pool(machine(16 * GIB), wish("4Gi"), BLOCK, 16)
+    assert larger.budget == larger.num_chunks * BLOCK - 2 * BLOCK == 4 * GIB // BLOCK * BLOCK
+
+
+def test_a_fraction_is_one_of_what_is_left() -> None:
+    whole = size_pool(machine(2 * GIB), wish("1.0"), BLOCK, 16)
+    half = size_pool(machine(2 * GIB), wish("0.5"), BLOCK, 16)
+    assert whole.budget and half.budget and half.budget // BLOCK == whole.budget // BLOCK // 2
+
+
+@pytest.mark.parametrize("none", ["none", "0"])
+def test_none_is_the_whole_memory_and_no_knob(none: str) -> None:
+    sizing = size_pool(machine(16 * GIB), wish(none), BLOCK, 16)
+    assert sizing.budget is None and sizing.budget_range is None and sizing.num_chunks > 4098
+
+
+@pytest.mark.parametrize(
+    ("limit", "more", "words"),
+    [
+        (GIB, {}, "one full context of 8192 tokens needs 360 MiB.*lower --ctx-size"),
+        (16 * GIB, {"budget": "100Mi"}, "one full context of 8192 tokens.*raise --kv-cache-budget"),
+        (4 * GIB, {"budget": "64Gi"}, "does not fit.*lower --kv-cache-budget"),
+        (4 * GIB, {"num_blocks": 100_000}, "does not fit"),
+        (16 * GIB, {"budget": "lots"}, "--kv-cache-budget: 'lots' is not a quantity"),
+        (16 * GIB, {"budget": "1Gi", "budget_min": 2 * GIB}, "--kv-cache-budget-min 2048 MiB is above"),
+    ],
+)
+def test_what_does_not_fit_is_one_sentence_that_says_what_to_change(limit: int, more: dict[str, object], words: str) -> None:
+    with pytest.raises(SizingError, match=words):
+        size_pool(machine(limit), wish(**{"budget": "auto", **more}), BLOCK, 16)  # type: ignore[arg-type]
+    assert issubclass(SizingError, UserError)
+
+
+def test_a_lower_least_budget_than_one_context() -> None:
+    sizing = size_pool(machine(16 * GIB), wish("1Gi", budget_min=50_000_000), BLOCK, 16)
+    assert sizing.budget_range and sizing.budget_range[0] == 67 * BLOCK
+
+
+def cgroup(tmp_path: Path, line: str, files: dict[str, str]) -> int | None:
+    (tmp_path / "cgroup").write_text(line + "\n")
+    for name, text in files.items():
+        file = tmp_path / "fs" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return cgroup_limit(tmp_path / "cgroup", tmp_path / "fs")
+
+
+def test_cgroup_v2_takes_the_tightest_limit_on_the_way_up(tmp_path: Path) -> None:
+    files = {"pod/app/memory.max": "max\n", "pod/memory.max": "2147483648\n"}
+    assert cgroup(tmp_path, "0::/pod/app", files) == 2 * GIB
+
+
+def test_cgroup_v2_in_a_namespace_reads_the_mounted_root(tmp_path: Path) -> None:
+    assert cgroup(tmp_path, "0::/../../kubepods/x", {"memory.max": "1073741824"}) == GIB
+
+
+def test_cgroup_v1_reads_the_memory_controller(tmp_path: Path) -> None:
+    lines = "5:cpu,cpuacct:/x\n4:memory:/docker/1\n0::/x"
+    assert cgroup(tmp_path, lines, {"memory/memory.limit_in_bytes": "3221225472"}) == 3 * GIB
+
+
+def test_no_limit_is_none(tmp_path: Path) -> None:
+    assert cgroup(tmp_path, "0::/x", {"x/memory.max": "max"}) is None
+    assert cgroup(tmp_path, "4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}) is None
+    assert cgroup_limit(tmp_path / "absent", tmp_path) is None
+
+
+def test_memory_used_counts_anonymous_and_shared_pages(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("VmRSS:\t 99 kB\nRssAnon:\t   10 kB\nRssFile:\t 80 kB\nRssShmem:\t  2 kB\n")
+    assert memory_used(status) == 12 * 1024 and memory_used() > 1 << 20
+
+
+def boot(**more: object) -> Boot:
+    return Boot(model="null", threads=1, null_model=True, **more)  # type: ignore[arg-type]
+
+
+def test_boot_values_become_knobs_limits_and_an_envelope() -> None:
+    plan = plan_boot(boot(max_batch_size=8, prefill_chunk=0, context_per_slot=1024), NullModel(16), 0)
+    assert plan.envelope.max_batch_size == (1, 64) and plan.envelope.max_queue_depth == (1, 1024)
+    assert plan.config.limits.tokens == 64 + 1024 and plan.config.context_per_slot == 1024
+    assert plan.knobs.kv_cache_budget == 2 * 8 * 1024 * 256
+    assert plan.envelope.violation("kv_cache_budget", 1024 * 256 - 1) == 1024 * 256
+
+
+def test_a_batch_above_the_stated_envelope_is_the_users_mistake() -> None:
+    with pytest.raises(UserError, match="--max-batch-size 8 is above --max-requests-per-batch 4"):
+        plan_boot(boot(max_batch_size=8, max_requests_per_batch=4), NullModel(16), 0)
+    assert plan_boot(boot(max_batch_size=100), NullModel(16), 0).envelope.max_batch_size == (1, 100)
+
+
+def test_without_a_budget_there_is_no_knob_and_no_watermark() -> None:
+    plan = plan_boot(boot(kv_cache_budget="none", num_blocks=2000), NullModel(16), 0)
+    assert plan.knobs.kv_cache_budget is None and plan.knobs.admission_watermark == 0.0
+    assert plan.envelope.kv_cache_budget is None and plan.config.num_chunks == 2002
+
+
+# ---------------------------------------------------------------- the plant
+
+class TimedRunner(NullRunner):
+    """Its own clock: a step takes exactly what an affine plant says."""
+
+    plant = Plant(0.040, 0.003, 2e-6, 0.002, 64)
+
+    def __init__(self, model: NullModel, max_position: int) -> None:
+        super().__init__(model.geometry(16))
+        self.now, self.max_position, self.released = 0.0, max_position, 0
+
+    def execute(self, rows: list) -> list[RowResult]:  # type: ignore[override,type-arg]
+        prompt = sum(len(row.tokens) for row in rows if len(row.tokens) > 1)
+        decoding = [row for row in rows if len(row.tokens) == 1]
+        assert all(row.start + len(row.tokens) <= len(row.blocks) * 16 for row in rows)
+        assert all(2 <= block < self.max_position for row in rows for block in row.blocks)
+        self.now += self.plant.step_seconds(len(decoding), sum(row.start + 1 for row in decoding), prompt)
+        return super().execute(rows)
+
+    def release_chunks(self, chunks: list[int]) -> None:  # type: ignore[override]
+        self.released += len(chunks)
+
+
+@pytest.mark.parametrize(("usable", "rows"), [(4096, 64), (64, 64), (4096, 4)])
+def test_the_measured_plant_is_the_runners_own(usable: int, rows: int) -> None:
+    runner = TimedRunner(NullModel(16), usable + 2)
+    plant, steps = measure(runner, usable=usable, context=8192, max_rows=rows, prefill_tokens=64, clock=lambda: runner.now)
+    for name in "abcp":
+        assert getattr(plant, name) == pytest.approx(getattr(runner.plant, name), rel=1e-6), name
+    assert plant.prefill_tokens == 64 and len(steps) == 4 and runner.now < 2.5 and runner.released
+
+
+@pytest.mark.parametrize(("usable", "rows"), [(1, 64), (2, 64), (3, 8), (4096, 1)])
+def test_a_pool_or_a_batch_too_small_to_measure_gives_what_it_can(usable: int, rows: int) -> None:
+    runner = TimedRunner(NullModel(16), usable + 2)
+    plant, _ = measure(runner, usable=usable, context=16 * usable, max_rows=rows, prefill_tokens=64, clock=lambda: runner.now)
+    assert plant.a > 0 and min(plant.b, plant.c, plant.p) >= 0
+
+
+def test_noise_never_makes_a_coefficient_negative() -> None:
+    plant = solve(0.05, 0.04, 0.03, 0.01, rows=8, short=17, long=513, chunk=64, prefill_tokens=64)
+    assert (plant.a, plant.b, plant.c, plant.p) == (0.05, 0.0, 0.0, 0.0)

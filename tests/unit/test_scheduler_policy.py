@@ -1,0 +1,199 @@
+"""decide() alone: numbers in, numbers out."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weir_server.policy.limits import CHUNK_DECODING, CHUNK_IDLE, Limits, context_per_slot, token_budget
+from weir_server.policy.step import Running, State, Waiting, decide, victims
+
+
+def decoding(need: int = 0, computed: int = 10, frees: int = 0, pages: int = 1) -> Running:
+    return Running(left=0, need=need, pages=pages, computed=computed, frees=frees)
+
+
+def prefilling(left: int, computed: int = 0) -> Running:
+    return Running(left=left, need=0, pages=1, computed=computed)
+
+
+def state(running: list[Running] = (), waiting: list[Waiting] = (), **more: object) -> State:  # type: ignore[assignment]
+    values: dict[str, object] = {
+        "queued": more.pop("queued", None) or len(waiting), "rows": 8, "free": 100, "room": 100, "budget": 100,
+        "watermark": 0.0, "starved": 0, "limits": Limits(tokens=1000),
+    }
+    return State(running=running, waiting=waiting, **{**values, **more})  # type: ignore[arg-type]
+
+
+def test_nothing_to_do_is_an_empty_step_with_no_bound() -> None:
+    plan = decide(state())
+    assert plan.empty and plan.bound is None
+
+
+def test_the_chunk_is_large_while_nothing_decodes_and_small_while_something_does() -> None:
+    assert decide(state([prefilling(2000)])).take == (CHUNK_IDLE,)
+    assert decide(state([decoding(), prefilling(2000)])).take == (1, CHUNK_DECODING)
+
+
+def test_an_explicit_chunk_pins_both() -> None:
+    limits = Limits(tokens=1000, chunk=100)
+    assert decide(state([prefilling(2000)], limits=limits)).take == (100,)
+    assert decide(state([decoding(), prefilling(2000)], limits=limits)).take == (1, 100)
+
+
+def test_chunk_zero_takes_prompts_whole_and_splits_only_what_no_step_could_hold() -> None:
+    limits = Limits(tokens=1000, chunk=0)
+    assert decide(state([prefilling(600), prefilling(600)], limits=limits)).take == (600, 0)
+    assert decide(state([prefilling(600), prefilling(400)], limits=limits)).take == (600, 400)
+    assert decide(state([decoding(), prefilling(3000)], limits=limits)).take == (1, 999)
+
+
+def test_several_prompts_share_a_chunk_in_order() -> None:
+    plan = decide(state([decoding(), prefilling(40)], [Waiting(left=20, need=2), Waiting(left=90, need=6)]))
+    assert (plan.take, plan.admit, plan.bound) == ((1, 40), (20, 4), None)
+
+
+def test_the_head_waits_for_prompt_tokens_when_the_chunk_is_spent() -> None:
+    plan = decide(state([decoding(), prefilling(500)], [Waiting(left=20, need=2)]))
+    assert (plan.admit, plan.bound) == ((), "prefill")
+
+
+def test_slots_are_named_before_anything_else_and_a_lowered_cap_as_drain() -> None:
+    assert decide(state([decoding()] * 2, [Waiting(5, 999)], rows=2)).bound == "slots"
+    assert decide(state([decoding()] * 3, [Waiting(5, 1)], rows=2)).bound == "drain"
+
+
+def test_the_watermark_is_kept_free_only_while_something_decodes() -> None:
+    head = [Waiting(left=8, need=95)]
+    assert decide(state([prefilling(5)], head, watermark=0.1)).admit == (8,)
+    refused = decide(state([decoding()], head, watermark=0.1))
+    assert (refused.admit, refused.bound) == ((), "kv")
+    assert decide(state([decoding()], [Waiting(8, 90)], watermark=0.1)).admit == (8,)
+    assert decide(state([decoding()], [Waiting(8, 91)], watermark=0.1)).admit == ()
+
+
+def test_a_row_that_runs_alone_is_asked_nothing() -> None:
+    assert decide(state([], [Waiting(8, 100)], watermark=0.5)).admit == (8,)
+    assert decide(state([], [Waiting(8, 500)])).admit == (8,), "a preempted row above a lowered budget"
+    assert decide(state([], [Waiting(8, 60), Waiting(8, 41)])).admit == (8,)
+
+
+def test_growth_of_this_step_is_taken_before_admissions() -> None:
+    assert decide(state([decoding(need=1)], [Waiting(8, 100)])).admit == ()
+    assert decide(state([decoding(need=1)], [Waiting(8, 99)])).admit == (8,)
+
+
+def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
+    plan = decide(state([decoding()], [Waiting(8, 101), Waiting(8, 1)]))
+    assert (plan.admit, plan.bound) == ((), "kv")
+
+
+def test_no_more_of_the_queue_is_looked_at_than_is_admitted_plus_one() -> None:
+    looked: list[int] = []
+
+    def queue() -> object:
+        for i in range(1000):
+            looked.append(i)
+            yield Waiting(left=4, need=40)
+
+    plan = decide(state([decoding()], queue(), queued=1000))  # type: ignore[arg-type]
+    assert len(plan.admit) == 2 and looked == [0, 1, 2]
+
+
+def test_victims_are_those_who_lose_least_then_the_newest_never_the_oldest() -> None:
+    rows = [decoding(1, 5, 3), decoding(1, 50, 3), decoding(1, 20, 3), decoding(1, 20, 3)]
+    assert victims(rows, room=4) == ()
+    assert victims(rows, room=3) == (3,)
+    assert victims(rows, room=-1) == (3, 2)
+    assert victims(rows, room=-100) == (3, 2, 1)
+
+
+def test_a_victim_that_frees_nothing_is_spared() -> None:
+    assert victims([decoding(1, 50), decoding(0, 1, 0), decoding(0, 9, 2)], room=0) == (2,)
+
+
+def test_a_step_that_preempts_admits_nobody() -> None:
+    plan = decide(state([decoding(1, 9, 4), decoding(1, 2, 4)], [Waiting(4, 1)], room=1))
+    assert (plan.take, plan.preempt, plan.admit, plan.bound) == ((1, 0), (1,), (), "kv")
+
+
+def test_the_token_budget_is_kept_and_the_oldest_go_first() -> None:
+    plan = decide(state([decoding()] * 5, limits=Limits(tokens=3)))
+    assert plan.take == (1, 1, 1, 0, 0)
+
+
+def test_the_cache_budget_is_kept_but_one_row_always_goes() -> None:
+    rows = [decoding(pages=9), decoding(pages=4), decoding(pages=1)]
+    assert decide(state(rows, limits=Limits(tokens=10, pages=10))).take == (1, 0, 1)
+    assert decide(state(rows, limits=Limits(tokens=10, pages=2))).take == (1, 0, 0)
+
+
+@given(
+    rows=st.integers(1, 40), chunks=st.integers(1, 6), chunk=st.integers(1, 16), grant=st.integers(1, 8),
+    tokens=st.integers(2, 32),
+)
+def test_a_parked_prefill_is_through_within_its_bound(rows: int, chunks: int, chunk: int, grant: int, tokens: int) -> None:
+    """C chunks, each the smaller of the chunk and half the budget, take at most C·(grant + 1) steps."""
+    left, starved, steps = chunks * min(chunk, tokens // 2), 0, 0
+    while left:
+        limits = Limits(tokens, chunk=chunk, grant=grant)
+        plan = decide(state([*[decoding()] * rows, prefilling(left)], starved=starved, limits=limits))
+        assert sum(plan.take) <= tokens
+        left, starved, steps = left - plan.take[-1], plan.starved, steps + 1
+        assert steps <= chunks * (grant + 1)
+
+
+def test_without_a_grant_decodes_may_keep_a_prefill_out() -> None:
+    plan = decide(state([*[decoding()] * 4, prefilling(9)], starved=10**6, limits=Limits(4, grant=0)))
+    assert plan.take == (1, 1, 1, 1, 0)
+
+
+@given(
+    running=st.lists(
+        st.builds(
+            Running, left=st.sampled_from([0, 0, 3, 40]), need=st.integers(0, 1), pages=st.integers(1, 9),
+            computed=st.integers(0, 50), frees=st.integers(0, 9),
+        ),
+        max_size=12,
+    ),
+    waiting=st.lists(st.builds(Waiting, st.integers(1, 50), st.integers(0, 20), st.booleans()), max_size=8),
+    rows=st.integers(1, 12), free=st.integers(-20, 60), room=st.integers(-20, 60), watermark=st.floats(0, 0.5),
+    tokens=st.integers(1, 40), chunk=st.sampled_from([None, 0, 1, 7]), grant=st.integers(0, 3), starved=st.integers(0, 5),
+)
+def test_every_plan_keeps_its_budgets_and_is_empty_only_if_nothing_can_go(
+    running: list[Running], waiting: list[Waiting], rows: int, free: int, room: int, watermark: float,
+    tokens: int, chunk: int | None, grant: int, starved: int,
+) -> None:
+    s = state(
+        running, waiting, rows=rows, free=free, room=room, watermark=watermark, starved=starved,
+        limits=Limits(tokens, chunk=chunk, grant=grant),
+    )
+    plan = decide(s)
+    assert sum(plan.take) + sum(plan.admit) <= tokens
+    assert not plan.admit or len(running) + len(plan.admit) <= rows
+    assert all(0 <= n <= (row.left or 1) for n, row in zip(plan.take, running, strict=True))
+    assert all(0 < n <= row.left for n, row in zip(plan.admit, waiting, strict=False))
+    assert all(plan.take[i] == 0 for i in plan.preempt) and 0 not in plan.preempt
+    assert (plan.bound is None) == (len(plan.admit) == len(waiting))
+    assert decide(s) == plan, "the same input gives the same plan"
+    if plan.empty:
+        assert not running and (not waiting or waiting[0].blocked)
+
+
+@pytest.mark.parametrize(
+    ("model", "ctx", "slots", "want"),
+    [(8192, None, 4, 8192), (8192, 8192, 4, 2048), (8192, 10_000, 3, 3333), (2048, 65536, 4, 2048), (8192, 512, 1, 512)],
+)
+def test_a_stated_context_is_shared_by_the_slots(model: int, ctx: int | None, slots: int, want: int) -> None:
+    assert context_per_slot(model, ctx, slots) == want
+
+
+def test_under_512_tokens_a_slot_is_refused_with_the_number_to_use() -> None:
+    with pytest.raises(ValueError, match=r"511 tokens each.*raise it to 2048"):
+        context_per_slot(8192, 2047, 4)
+
+
+@pytest.mark.parametrize(("chunk", "want"), [(None, 64 + CHUNK_IDLE), (128, 192), (0, 64 + 8192)])
+def test_the_default_token_budget_holds_all_rows_and_a_chunk(chunk: int | None, want: int) -> None:
+    assert token_budget(64, chunk, 8192) == want
