@@ -58,7 +58,8 @@ def self_test(make: type[Backend], config: DecoderConfig, page_size: int) -> Non
     """Raises UnsupportedError if a backend differs from `gather` in one layer, over a prefill and a mixed step."""
     config = dataclasses.replace(config, layers=1, context=min(config.context, 64))
     builds: tuple[type[Backend], ...] = (GatherBackend, make)
-    want, got = (_outputs(build(config=config, pool=KvPool(config, page_size, 7)), config, page_size) for build in builds)
+    backends = [build(config=config, pool=KvPool(config, page_size, 7)) for build in builds]
+    want, got = (_outputs(backend, config, page_size) for backend in backends)
     worst = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
     if not worst < 1e-4:
         raise UnsupportedError(f"the backend {make.name} differs from the oracle by {worst:.1e}")
