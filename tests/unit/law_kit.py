@@ -134,7 +134,8 @@ class FlowPod:
                 histograms["decode_interval"].observe(y)
         if first <= self.slo.ttft and y <= self.slo.tpot:
             self.good["both"] += done
-        self.waiting, self.oldest_wait, self.running = (depth, wait, rows) if saturated else (0, 0.0, rows if self.offered else 0)
+        self.waiting, self.oldest_wait = (depth, wait) if saturated else (0, 0.0)
+        self.running = rows if self.offered else 0.0
 
     def window(self) -> Window:
         whole = {k: int(v) for k, v in self.totals.items() if not k.endswith("seconds")}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from law_kit import BOOT, CHUNK, CPU, SPEC, FlowPod, Loop, started, with_boot
@@ -264,7 +265,7 @@ def test_some_tax_raises_the_watermark_by_two_percent_up_to_ten():
     marks = [m.knobs["admission_watermark"] for m in loop.moves if "admission_watermark" in m.knobs]
     assert marks[:2] == [0.03, 0.05] and marks[-1] == 0.10
     spans = [d.records[0].t for d in loop.log if d.moves and "admission_watermark" in d.moves[0].knobs]
-    assert all(b - a >= 60 for a, b in zip(spans, spans[1:], strict=False)), "one move per settled window"
+    assert all(b - a >= 60 for a, b in pairwise(spans)), "one move per settled window"
 
 
 @pytest.mark.parametrize(("slope", "cut"), [(0.05, True), (0.0005, False)])

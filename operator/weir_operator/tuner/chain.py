@@ -56,9 +56,11 @@ class Model:
         return sum(w * _middle(i) for i, w in self.prefill.items()) / total if total else 0.0
 
     def decoding(self, slots: int) -> float:
-        """d(n): decoding rows when n slots are in use; the root of d·(O + f(d)) = n·O, f in steps."""
+        """d(n): decoding rows when n slots are in use; the root of d·(O + f(d)) = n·O, f in steps. Prefill caps it."""
         if slots not in self._decoding:
             low, high = 0.0, float(slots)
+            if self.mean_prefill and self.mix.prefill:
+                high = min(high, BUSIEST * self.plant.prefill_tokens / self.mix.prefill)
             for _ in range(30 if self.mean_prefill else 0):
                 d = (low + high) / 2
                 if d * (self.mix.output + self.mean_prefill * self.stretch(d)) < slots * self.mix.output:
@@ -82,9 +84,10 @@ class Model:
         return [quantile(self.prefill, (i + 0.5) / PREFILL_POINTS) for i in range(PREFILL_POINTS)] if self.prefill else [0.0]
 
     def prefill_seconds(self, slots: int) -> list[float]:
-        """Equally likely times from admission to the first token."""
+        """Equally likely times from admission to the first token. Slots that do not decode are in prefill (Little)."""
         d = self.decoding(slots)
-        return [f * self.interval(d) * self.stretch(d) for f in self._prefill_points]
+        stretch = (slots / d - 1.0) * self.mix.output / self.mean_prefill if self.mean_prefill else 0.0
+        return [f * self.interval(d) * stretch for f in self._prefill_points]
 
 
 @dataclass(frozen=True)

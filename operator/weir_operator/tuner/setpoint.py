@@ -1,9 +1,10 @@
 """Rule 3: the batch and the queue depth with the highest predicted goodput.
 
-Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 2B and at every depth up to 2Q, all inside the limits; a move must
-be predicted to gain ≥ 4 %, so on a steady plant with an exact fit goodput never falls and no setting comes twice. Where nothing
-in reach yields 5 % of what is offered, predictions there differ by noise only: the batch then takes one doubling or halving
-towards a setting elsewhere that does, and where there is none only the depth moves. Ties within 1 % go to the least change.
+Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 2B and at every useful depth up to 2Q, all inside the limits; a move
+must be predicted to gain ≥ 4 %, so on a steady plant with an exact fit goodput never falls and no setting comes twice. Where
+nothing in reach gains so much, the whole range is looked at, and a better setting beyond is walked towards: one doubling or
+halving at a time, or small gains on the way would be taken for the top. Where nothing anywhere yields 5 % of what is offered,
+predictions differ by noise only: the depth alone may move. Ties within 1 % go to the least change.
 """
 
 from __future__ import annotations
@@ -42,24 +43,38 @@ class Reach:
 class Choice:
     batch: int
     depth: int
-    goodput: float
-    present: float  # predicted goodput of the setting in force
+    goodput: float  # predicted of this setting, or of the one that it is a step towards
+    present: float  # predicted of the setting in force
 
     @property
     def gains(self) -> bool:
         return self.goodput >= GAIN * self.present
 
+    def stays(self, reach: Reach) -> bool:
+        return (self.batch, self.depth) == (reach.batch, reach.depth)
+
 
 def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
-    """The best setting within reach, the present one where nothing is better."""
-    near = _best(model, ttft, tpot, reach, _batches(model, reach, *_near(reach)))
-    if near.goodput >= NIL * model.mix.offered or not (reach.may_raise or reach.may_cut):
+    """The best setting within reach, else one step towards a better one beyond it, else the present one."""
+    near = _best(model, ttft, tpot, reach, _batches(model, reach, *_near(reach)), 2 * max(1, reach.depth))
+    real = near.goodput >= NIL * model.mix.offered
+    if real and near.gains and not near.stays(reach):
         return near
-    far = _best(model, ttft, tpot, reach, _batches(model, reach, *reach.batch_limits))
-    if far.goodput >= NIL * model.mix.offered and far.batch != reach.batch:
-        low, high = _near(reach)
-        return Choice(high if far.batch > reach.batch else low, far.depth, far.goodput, far.present)
-    return _best(model, ttft, tpot, reach, [reach.batch])
+    far = _best(model, ttft, tpot, reach, _batches(model, reach, *reach.batch_limits), reach.depth_limits[1])
+    if far.goodput >= NIL * model.mix.offered and far.gains and not far.stays(reach):
+        return _step_towards(far, model, ttft, tpot, reach)
+    return near if real else _best(model, ttft, tpot, reach, [reach.batch], 2 * max(1, reach.depth))
+
+
+def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
+    """One doubling or halving of the batch, one doubling of the depth. Where that step itself would lose, a cut goes all the
+    way at once (a valley lies between: a large batch is good while few slots are used), and a raise does not start."""
+    low, high = _near(reach)
+    batch, depth = min(max(far.batch, low), high), min(far.depth, max(reach.depth_limits[0], 2 * max(1, reach.depth)))
+    for b in dict.fromkeys((batch, min(far.batch, batch))):
+        if goodputs(model, ttft, tpot, b, depth)[depth] >= far.present:
+            return Choice(b, depth, far.goodput, far.present)
+    return Choice(reach.batch, reach.depth, far.present, far.present)
 
 
 def _near(reach: Reach) -> tuple[int, int]:
@@ -81,14 +96,16 @@ def _batches(model: Model, reach: Reach, low: int, high: int) -> list[int]:
     return sorted({n for n in sizes if n == low or model.mix.prefill * model.decoding(n) <= room} | {reach.batch})
 
 
-def _best(model: Model, ttft: float, tpot: float, reach: Reach, batches: list[int]) -> Choice:
+def _best(model: Model, ttft: float, tpot: float, reach: Reach, batches: list[int], deepest: int) -> Choice:
     shallow, deep = reach.depth_limits
-    deepest = max(shallow, min(deep, 2 * max(1, reach.depth)))
+    deepest = max(shallow, min(deep, deepest))
     found: list[tuple[float, int, int]] = []
     present = 0.0
     for batch in batches:
-        values = goodputs(model, ttft, tpot, batch, max(deepest, reach.depth))
-        found += [(values[q], batch, q) for q in range(shallow, deepest + 1)]
+        useful = max(shallow, min(deepest, _useful(model, ttft, batch)))
+        values = goodputs(model, ttft, tpot, batch, max(useful, reach.depth))
+        depths = {*range(shallow, useful + 1), min(max(reach.depth, shallow), deep)} & set(range(len(values)))
+        found += [(values[q], batch, q) for q in depths]
         if batch == reach.batch:
             present = values[reach.depth]
     found.append((present, reach.batch, reach.depth))
@@ -98,6 +115,12 @@ def _best(model: Model, ttft: float, tpot: float, reach: Reach, batches: list[in
     near = [f for f in found if f[0] >= TIE * best]
     goodput, batch, depth = min(near, key=lambda f: (_distance(f[1], reach.batch), _distance(f[2], reach.depth), -f[0]))
     return Choice(batch, depth, goodput, present)
+
+
+def _useful(model: Model, ttft: float, batch: int) -> int:
+    """A depth beyond which nearly nobody would still get a first token in time: the departures in that time and four sigma."""
+    expected = model.departures(batch) * ttft
+    return math.ceil(expected + 4 * math.sqrt(expected) + 4)
 
 
 def _distance(a: int, b: int) -> float:

@@ -1,0 +1,160 @@
+"""The plant's regression and the chain's predictions, each against a reference that shares no code with it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weir_operator.tuner import chain, plant
+from weir_operator.tuner.chain import Model, goodputs, predict
+from weir_operator.tuner.types import Mix
+from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Plant, hist_index
+
+ONE = {hist_index(1.0): 100.0}
+CPU = Plant(0.042, 0.0032, 1e-6, 0.002, 64)
+MIX = Mix(offered=1.6, quantiles=(1.6,), output=64, prefill=2.0, context=160)
+
+
+def sums_of(steps: list[tuple[float, float, float]], truth: Plant) -> dict[str, float]:
+    sums = dict.fromkeys((*STEP_SUMS, *STEP_PRODUCTS), 0.0)
+    for n, c, p in steps:
+        y = truth.step_seconds(n, c, p)
+        values = {"n": n, "c": c, "p": p, "y": y}
+        for name, value in zip(STEP_SUMS, (1.0, y, n, c, p), strict=True):
+            sums[name] += value
+        for name in STEP_PRODUCTS:
+            sums[name] += values[name[0]] * values[name[1]]
+    return sums
+
+
+PLANTS = st.builds(
+    Plant, st.floats(0.001, 0.1), st.floats(0.0, 0.02), st.floats(0.0, 5e-6), st.floats(0.0, 0.005), st.just(64)
+)
+
+
+@given(truth=PLANTS, seed=st.integers(0, 99))
+def test_the_fit_finds_any_plant_that_made_the_steps(truth, seed):
+    rng = random.Random(seed)
+    steps = [(float(rng.randint(1, 16)), float(rng.randint(50, 9000)), rng.choice([0.0, 0.0, 64.0, 20.0])) for _ in range(400)]
+    found = plant.fit(sums_of(steps, truth), None)
+    for n, c, p in ((1, 100, 0), (16, 8000, 64), (8, 1000, 20)):
+        assert found.step_seconds(n, c, p) == pytest.approx(truth.step_seconds(n, c, p), rel=1e-3)
+
+
+def test_coefficients_are_never_negative():
+    """A plant whose steps get cheaper with rows cannot be: the best allowed fit is a constant."""
+    sums = sums_of([(float(n), 0.0, 0.0) for n in range(1, 9)] * 10, Plant(0.1, -0.005, 0.0, 0.0, 64))
+    found = plant.fit(sums, None)
+    assert min(found.a, found.b, found.c, found.p) >= 0
+    assert found.step_seconds(4.5) == pytest.approx(0.0775, rel=0.01)
+
+
+def test_without_steps_the_boot_measurement_stands_and_without_either_there_is_nothing():
+    assert plant.fit({}, CPU) == CPU
+    assert plant.fit({}, None) is None
+
+
+def test_where_the_traffic_cannot_tell_two_coefficients_apart_the_boot_measurement_does():
+    found = plant.fit(sums_of([(4.0, 640.0, 8.0)] * 500, CPU), CPU)
+    assert found.step_seconds(8, 1280, 16) == pytest.approx(CPU.step_seconds(8, 1280, 16), rel=0.02)
+
+
+@pytest.mark.parametrize("wrong", [Plant(0.025, 0.006, 2e-6, 0.001, 64), Plant(0.08, 0.001, 0.0, 0.004, 64)])
+def test_a_wrong_boot_measurement_gives_way_to_steps(wrong):
+    rng = random.Random(1)
+    steps = [(float(rng.randint(1, 8)), float(rng.randint(100, 1500)), rng.choice([0.0, 64.0])) for _ in range(2000)]
+    found = plant.fit(sums_of(steps, CPU), wrong)
+    assert found.step_seconds(8, 1280, 16) == pytest.approx(CPU.step_seconds(8, 1280, 16), rel=0.03)
+
+
+def test_old_steps_are_forgotten():
+    sums = sums_of([(float(n), 0.0, 0.0) for n in range(1, 9)] * 50, CPU)
+    slower = replace(CPU, a=2 * CPU.a, b=2 * CPU.b)
+    for _ in range(30):
+        sums = plant.forget(sums, sums_of([(float(n), 0.0, 0.0) for n in range(1, 9)] * 50, slower))
+    assert plant.fit(sums, None).step_seconds(4) == pytest.approx(slower.step_seconds(4), rel=0.06)
+
+
+# ---------------------------------------------------------------- the chain
+
+def drawn(model: Model, ttft: float, tpot: float, batch: int, depth: int, seed: int, events: int = 400_000) -> float:
+    """Goodput of the same pod by drawing arrivals and departures one by one."""
+    rng = random.Random(seed)
+    lam, y = model.mix.offered, [model.plant.a + model.slope * n for n in range(batch + 1)]
+    rate = [n / (model.mix.output * y[n]) for n in range(batch + 1)]
+    present, t, queue, good = 0, 0.0, [], 0
+    for _ in range(events):
+        total = lam + rate[min(present, batch)]
+        t += rng.expovariate(total)
+        if rng.random() * total < lam:
+            if present < batch:
+                good += y[present + 1] <= tpot
+            elif present < batch + depth:
+                queue.append(t)
+            else:
+                continue
+            present += 1
+        else:
+            present -= 1
+            if queue:
+                good += t - queue.pop(0) <= ttft and y[batch] <= tpot
+    return good / t
+
+
+@pytest.mark.parametrize(("batch", "depth", "offered"), [(1, 3, 0.4), (3, 2, 1.0), (8, 4, 1.6), (6, 9, 1.2), (8, 1, 0.5)])
+def test_predicted_goodput_is_what_drawing_gives(batch, depth, offered):
+    model = Model(CPU, replace(MIX, offered=offered, quantiles=(offered,)), {0: 1.0}, {})  # z far below 1: all in time
+    expected = drawn(model, 4.0, 9.0, batch, depth, seed=batch)
+    assert goodputs(model, 4.0, 9.0, batch, depth)[depth] == pytest.approx(expected, rel=0.03)
+    assert predict(model, 4.0, 9.0, batch, depth).goodput == pytest.approx(expected, rel=0.03)
+
+
+def test_all_depths_come_from_one_pass():
+    model = Model(CPU, MIX, ONE, {hist_index(3.0): 10.0})
+    deep = goodputs(model, 2.0, 0.1, 5, 40)
+    assert deep[:11] == pytest.approx(goodputs(model, 2.0, 0.1, 5, 10))
+
+
+def test_very_deep_queues_do_not_overflow():
+    model = Model(CPU, replace(MIX, offered=50.0, quantiles=(50.0,)), ONE, {})
+    assert all(0 <= g <= 50 for g in goodputs(model, 2.0, 0.1, 4, 4000))
+    assert predict(model, 2.0, 0.1, 4, 4000).accepted < 0.05
+
+
+def test_slots_that_kv_cannot_fill_add_nothing():
+    model = Model(CPU, MIX, ONE, {}, kv_rows=3.4)
+    assert goodputs(model, 2.0, 0.3, 16, 4) == pytest.approx(goodputs(model, 2.0, 0.3, 3, 4))
+
+
+def test_rows_that_prefill_do_not_decode():
+    long = Model(CPU, replace(MIX, output=64, prefill=1500 / 64), ONE, {hist_index(24.0): 10.0})
+    assert long.decoding(4) < 3.0
+    d = long.decoding(4)
+    assert d * (64 + long.mean_prefill * long.stretch(d)) == pytest.approx(4 * 64, rel=0.01)
+    assert Model(CPU, MIX, ONE, {}).decoding(4) == 4
+
+
+def test_weighted_histograms():
+    h = Histogram()
+    for v in (0.05, 0.1, 0.2, 0.4):
+        for _ in range(25):
+            h.observe(v)
+    z = chain.scaled(h.counts, 0.1)
+    assert chain.share_below(z, 0.75) == pytest.approx(0.25)
+    assert chain.share_below(z, 3.0) == pytest.approx(0.75)
+    assert chain.share_below(z, 99.0) == 1.0 and chain.share_below(z, 0.001) == 0.0
+    assert chain.quantile(z, 0.6) == pytest.approx(2.0, rel=0.06)
+    assert sum(chain.blend(z, {1: 50.0}, 120).values()) == pytest.approx(120)
+    assert chain.share_below({}, 1.1) == 1.0 and chain.share_below({}, 0.9) == 0.0
+
+
+@given(batch=st.integers(1, 24), depth=st.integers(0, 64), offered=st.floats(0.05, 20), plant_=PLANTS)
+@settings(max_examples=60)
+def test_goodput_lies_between_nothing_and_what_is_offered_or_can_be_served(batch, depth, offered, plant_):
+    model = Model(plant_, replace(MIX, offered=offered, quantiles=(offered,)), ONE, {hist_index(2.0): 5.0})
+    g = goodputs(model, 2.0, 0.1, batch, depth)[depth]
+    assert -1e-9 <= g <= min(offered, model.departures(batch)) * (1 + 1e-9)

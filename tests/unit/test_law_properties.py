@@ -1,0 +1,131 @@
+"""The law's invariants (O1–O5) on plants, starts and outages that hypothesis makes up."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from law_kit import SPEC, FlowPod, Loop, with_boot
+
+from weir_operator.tuner.chain import Model, goodputs
+from weir_operator.tuner.setpoint import NIL, Reach, choose
+from weir_operator.tuner.types import Mix
+from weir_server.contract import KNOBS, Plant, Slo, hist_index
+
+PLANTS = st.builds(
+    Plant, st.floats(0.002, 0.08), st.floats(0.0001, 0.01), st.floats(0.0, 2e-6), st.floats(0.0, 0.003),
+    st.sampled_from([64, 512]),
+)
+MIXES = st.builds(
+    lambda offered, output, prefill, context: Mix(offered, (offered,), output, prefill, context),
+    st.floats(0.1, 20), st.floats(8, 400), st.floats(0.05, 8), st.floats(10, 3000),
+)
+ENVELOPE = ((1, 64), (1, 64))
+
+
+def fixed_point(model: Model, ttft: float, tpot: float, start: tuple[int, int]):
+    """Settings on the way from `start`, as the law walks with an exact model; predictions beside them."""
+    path, values = [start], []
+    for _ in range(40):
+        reach = Reach(*path[-1], *ENVELOPE)
+        choice = choose(model, ttft, tpot, reach)
+        values.append(choice.present)
+        if (choice.batch, choice.depth) == path[-1] or not choice.gains:
+            return path, values
+        path.append((choice.batch, choice.depth))
+    raise AssertionError(f"no fixed point: {path}")
+
+
+@given(plant=PLANTS, mix=MIXES, start=st.tuples(st.integers(1, 64), st.integers(1, 64)),
+       ttft=st.floats(0.3, 10), factor=st.floats(1.05, 4))
+@settings(max_examples=60, deadline=None)
+def test_with_an_exact_model_the_law_walks_straight_to_its_fixed_point(plant, mix, start, ttft, factor):
+    """O4: few moves, no reversal, predicted goodput never falls, and the end is the grid's best within the dead-band."""
+    model = Model(plant, mix, {hist_index(1.0): 100.0}, {hist_index(2.0): 100.0})
+    tpot = factor * model.interval(4)
+    path, values = fixed_point(model, ttft, tpot, start)
+    assert len(path) - 1 <= math.log2(64) + 2
+    steps = [b[0] - a[0] for a, b in pairwise(path) if a[0] != b[0]]
+    assert not any(x * y < 0 for x, y in pairwise(steps)), f"reversed: {path}"
+    assert all(b >= a * (1 - 1e-9) for a, b in pairwise(values)), values
+    room = [n for n in range(1, 65) if n == 1 or mix.prefill * model.decoding(n) <= 0.8 * plant.prefill_tokens]
+    best = max(max(goodputs(model, ttft, tpot, n, 64)[1:]) for n in room)
+    assume(best >= NIL * mix.offered)
+    assert values[-1] >= 0.95 * best, (path, values, best)
+
+
+@given(plant=PLANTS, boot=st.tuples(st.integers(1, 64), st.integers(1, 64)), load=st.floats(0.2, 3),
+       ttft=st.floats(0.5, 6), factor=st.floats(1.1, 3), low=st.integers(1, 8), high=st.integers(8, 80))
+@settings(max_examples=15, deadline=None)
+def test_knobs_never_leave_the_bounds_and_the_envelope(plant, boot, load, ttft, factor, low, high):
+    """O1, over whole runs."""
+    pod = FlowPod(plant, with_boot(max_batch_size=boot[0], max_queue_depth=boot[1]))
+    pod.offered = load * 4 / (64 * pod.interval(4))
+    pod.slo = Slo(ttft, factor * pod.interval(4))
+    spec = replace(SPEC, ttft=ttft, tpot=pod.slo.tpot, bounds={"max_batch_size": (low, high), "max_queue_depth": (None, 50)})
+    loop = Loop(pod, spec)
+    loop.run(300)
+    for move in loop.moves:
+        for knob, value in move.knobs.items():
+            assert knob in KNOBS and pod.envelope.violation(knob, value) is None
+        assert low <= move.knobs.get("max_batch_size", low) <= min(high, 64)
+        assert move.knobs.get("max_queue_depth", 1) <= 50
+
+
+@given(gone=st.lists(st.booleans(), min_size=60, max_size=60), offered=st.floats(0.2, 4))
+@settings(max_examples=20, deadline=None)
+def test_nothing_is_raised_on_news_older_than_three_polls(gone, offered):
+    """O2."""
+    loop, last = Loop(FlowPod(offered=offered)), -math.inf
+    for dropped in gone:
+        decision = loop.poll(dropped=dropped)
+        last = last if dropped else loop.now
+        if loop.now - last > 15.0:
+            assert not decision.moves
+
+
+@given(slow=st.lists(st.sampled_from([1.0, 1.0, 1.0, 1.5, 5.0]), min_size=40, max_size=40),
+       tax=st.sampled_from([0.0, 0.05, 0.3]))
+@settings(max_examples=20, deadline=None)
+def test_an_emergency_never_raises_anything(slow, tax):
+    loop = Loop(FlowPod())
+    loop.pod.tax = tax
+    for factor in slow:
+        loop.pod.slowdown, before = factor, loop.pod.target
+        for move in loop.poll().moves:
+            if move.emergency:
+                assert all(value < getattr(before, knob) for knob, value in move.knobs.items())
+
+
+@given(slow=st.lists(st.sampled_from([1.0, 1.0, 1.4, 5.0]), min_size=30, max_size=30), kv=st.sampled_from([None, 3.0]),
+       tax=st.sampled_from([0.0, 0.05]))
+@settings(max_examples=12, deadline=None)
+def test_a_run_whose_state_goes_through_json_at_every_poll_decides_the_same(slow, kv, tax):
+    """O5: resumed and replayed decisions are the same decisions."""
+    logs = []
+    for through_json in (False, True):
+        pod = FlowPod()
+        pod.kv_rows, pod.tax = kv, tax
+        loop = Loop(pod, through_json=through_json)
+        for factor in slow:
+            pod.slowdown = factor
+            loop.poll()
+        logs.append(loop.log)
+    assert logs[0] == logs[1]
+
+
+@given(boot=st.tuples(st.integers(1, 32), st.integers(1, 64)), load=st.floats(0.3, 2.5))
+@settings(max_examples=12, deadline=None)
+def test_a_steady_pod_without_noise_comes_to_rest(boot, load):
+    """O3 and O4 through decide() itself: at most one settled move a window, no reversal, rest within ten minutes."""
+    pod = FlowPod(boot=with_boot(max_batch_size=boot[0], max_queue_depth=boot[1]))
+    pod.offered = load * 8 / (64 * pod.interval(8))
+    loop = Loop(pod)
+    loop.run(1200)
+    sizes = [boot[0]] + [m.knobs["max_batch_size"] for m in loop.moves if "max_batch_size" in m.knobs]
+    steps = [b - a for a, b in pairwise(sizes)]
+    assert not any(x * y < 0 for x, y in pairwise(steps)), sizes
+    assert not [d for d in loop.log[-120:] if d.moves], "still moving after ten minutes"
