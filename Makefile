@@ -34,7 +34,10 @@ demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, t
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.demo
 
 test: $(VENV)/.dev  ## every test that this machine can run
-	$(BIN)/python -m pytest $(TESTS)
+	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+
+e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (an hour)
+	$(BIN)/python -m pytest tests/cluster
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -23,10 +23,14 @@ def test_marked_at_collection():
 
 def test_other():
     pytest.skip("not asked for")
+
+@pytest.mark.chart
+def test_hardware():
+    pytest.skip("this processor has no such instructions")
 """
 
 
-@pytest.mark.parametrize(("require", "failed", "skipped"), [("", False, 3), ("cluster", False, 3), ("cluster,chart", True, 1)])
+@pytest.mark.parametrize(("require", "failed", "skipped"), [("", False, 4), ("cluster", False, 4), ("cluster,chart", True, 2)])
 def test_a_skip_of_a_required_tier_fails(tmp_path, require, failed, skipped):
     (tmp_path / "conftest.py").write_text((TESTS / "conftest.py").read_text())
     (tmp_path / "test_cases.py").write_text(CASES)

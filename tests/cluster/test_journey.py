@@ -1,0 +1,147 @@
+"""One journey on a real cluster: installed, overloaded, tuned, left alone, taken up again, deleted, uninstalled."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_kit import SYSTEM, Deployment, eventually, get, goodput, kubectl, run, slo
+
+from weir_bench.arrivals import Mix
+from weir_bench.load import Report
+from weir_bench.sizing import Sizing, explain, size
+from weir_server.contract import Plant
+
+MIX = Mix(prompt=96, output=48, cv=0.5)
+LEASE = 15
+SECONDS_A, SECONDS_B = 60, 150
+QUIET = {"tuning": {"mode": "Advise", "knobs": {"maxQueueDepth": {"initial": 2}}}}
+"""A queue this short makes even the boot values worth something, or there would be nothing to compare with."""
+
+
+async def sized(deployment: Deployment) -> Sizing:
+    """Objectives and load from the pod's own boot measurement, and the objectives declared."""
+    sizing = size(Plant(**(await deployment.control("state"))["plant"]), MIX)
+    print(explain(sizing, MIX))
+    deployment.patch({"slo": slo(sizing.objectives)})
+    await eventually(lambda: _objectives_are(deployment, sizing), "the pod has the objectives")
+    return sizing
+
+
+async def _objectives_are(deployment: Deployment, sizing: Sizing) -> bool:
+    now = (await deployment.control("state"))["slo"]
+    return abs(now["ttft"] - sizing.objectives.ttft) < 1e-3 and abs(now["tpot"] - sizing.objectives.tpot) < 1e-3
+
+
+async def phase(deployment: Deployment, mode: str, seconds: float, sizing: Sizing, folder: Path) -> Report:
+    """Load under one mode; both modes get the same arrivals from the beginning of one schedule."""
+    deployment.patch({"tuning": {"mode": mode}})
+    drain = sizing.objectives.ttft + MIX.most * MIX.output * sizing.objectives.tpot
+    report = await deployment.load(sizing.rate, seconds, MIX, 1, drain, folder)
+    print(f"{mode}: goodput {goodput(report, sizing.objectives):.0%} of {len(report.outcomes)}, "
+          f"{sum(o.status == 503 for o in report.outcomes)} refused, generator's lag p99 {report.lag_p99 * 1000:.1f} ms")
+    return report
+
+
+def batch_moves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [h for h in history if h["outcome"] == "Moved" and "max_batch_size" in h.get("changes", {})]
+
+
+@pytest.mark.timeout(1200)
+async def test_overload_is_tuned_and_the_pod_survives_its_operator(release: str, namespace: str, tmp_path: Path) -> None:
+    async with Deployment(namespace, QUIET) as deployment:
+        await deployment.ready()
+        sizing = await sized(deployment)
+        boot = (await deployment.control("state"))["boot"]
+
+        before = await phase(deployment, "Advise", SECONDS_A, sizing, tmp_path)
+        assert (await deployment.control("state"))["effective"] == boot, "advice alone moves nothing"
+        a = goodput(before, sizing.objectives)
+        assert a > 0, "with nothing good at boot values there is nothing to compare with"
+
+        after = await phase(deployment, "Auto", SECONDS_B, sizing, tmp_path)
+        for entry in reversed(deployment.history()):
+            print(entry)
+        b = goodput(after, sizing.objectives)
+        assert b > a, f"tuned {b:.0%}, at boot values {a:.0%}"
+        await a_batch_move_settled(deployment, boot)
+
+        await left_alone(deployment, release, boot)
+        await taken_up_again(deployment, release)
+    await everything_is_gone(namespace)
+    await uninstalled(release)
+
+
+async def a_batch_move_settled(deployment: Deployment, boot: dict[str, Any]) -> None:
+    """Read back from the pod, and its prediction beside what was observed."""
+    state = await deployment.control("state")
+    history = deployment.history()
+    moved = batch_moves(history)
+    assert moved, f"no batch move among {[(h['outcome'], h['reason']) for h in history]}"
+    assert state["effective"] == state["target"], "settled"
+    assert state["effective"]["max_batch_size"] == moved[0]["changes"]["max_batch_size"][1] != boot["max_batch_size"]
+    assert moved[0]["predicted"], moved[0]
+    judged = [h for h in history if h.get("observed", {}) and h.get("predicted", {})]
+    assert judged, f"no prediction stands beside what was observed: {history}"
+
+
+async def left_alone(deployment: Deployment, release: str, boot: dict[str, Any]) -> None:
+    """Without its operator the pod keeps serving, and when the lease runs out it returns to its fallback."""
+    pod = deployment.pod()["metadata"]["name"]
+    kubectl("scale", f"deployment/{release}", "-n", SYSTEM, "--replicas=0")
+
+    async def back() -> bool:
+        await deployment.completion()
+        state = await deployment.control("state")
+        return state["effective"] == state["fallback"] and state["lease"]["expires_in_seconds"] is None
+
+    await eventually(back, "the lease runs out and the fallback is in force", 4 * LEASE)
+    assert (await deployment.control("state"))["fallback"] == boot, "nothing has held for ten minutes: the declared values"
+    now = deployment.pod()
+    assert (now["metadata"]["name"], now["status"]["containerStatuses"][0]["restartCount"]) == (pod, 0)
+
+
+async def taken_up_again(deployment: Deployment, release: str) -> None:
+    """The operator is back: it steers the same pod with a later fence, and has not forgotten what it did."""
+    fence, known = (await deployment.control("state"))["fence"], deployment.history()
+    kubectl("scale", f"deployment/{release}", "-n", SYSTEM, "--replicas=1")
+
+    async def steering() -> bool:
+        now = (await deployment.control("state"))["fence"]
+        return (now["epoch"], now["seq"]) > (fence["epoch"], fence["seq"])
+
+    await eventually(steering, "the restarted operator steers the pod", 90)
+    assert [h for h in deployment.history() if h in known], "its history is kept"
+
+
+async def everything_is_gone(namespace: str) -> None:
+    """Owner references take every child along."""
+    kinds = "deployments,replicasets,pods,services,configmaps,secrets,serviceaccounts,infd"
+    own = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
+
+    def left() -> bool:
+        found = {(i["kind"], i["metadata"]["name"]) for i in get(kinds, "-n", namespace)["items"]} - own
+        assert not found, found
+        return True
+
+    await eventually(left, "nothing is left of the deployment", 120)
+
+
+async def uninstalled(release: str) -> None:
+    """The chart leaves the CRD, and the operator leaves its key and its Lease; everything else goes."""
+    run("helm", "uninstall", release, "-n", SYSTEM, "--wait", "--timeout=120s")
+
+    def left() -> bool:
+        kinds = "deployments,pods,services,secrets,configmaps,serviceaccounts,roles,rolebindings,leases"
+        own = {("ConfigMap", "kube-root-ca.crt"), ("ServiceAccount", "default")}
+        found = {(i["kind"], i["metadata"]["name"]) for i in get(kinds, "-n", SYSTEM)["items"]} - own
+        assert found == {("Secret", "weir-operator-key"), ("Lease", "weir-operator")}, found
+        roles = {i["metadata"]["name"] for i in get("clusterroles,clusterrolebindings")["items"]}
+        assert not (ours := {r for r in roles if release in r}), ours
+        return True
+
+    await eventually(left, "nothing is left of the release but what is kept", 60)
+    assert get("crd", "inferencedeployments.weir.dev")["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+    await asyncio.to_thread(kubectl, "get", "infd", "-A")
