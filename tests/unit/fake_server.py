@@ -1,4 +1,4 @@
-"""A server's control port for tests of the operator: real sockets, the server's own knob rules, figures as the test sets them."""
+"""A control port for tests of the operator: real sockets, the server's own knob rules, figures as the test sets them."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ TOKEN = "secret"
 class FakeServer:
     """`counters` are laid over an idle window; `behave` may take over a request by returning a response."""
 
-    def __init__(self, host: str = "127.0.0.1") -> None:
-        self.host = host
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, token: str = TOKEN) -> None:
+        self.host, self.port, self.token = host, port, token
         self.counters: dict[str, Any] = {}
         self.behave: Any = None
         self.seen: list[tuple[str, str, Any]] = []
@@ -56,7 +56,7 @@ class FakeServer:
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, 0)
+        site = web.TCPSite(self._runner, self.host, self.port)
         await site.start()
         self.port = self._runner.addresses[0][1]
         return self
@@ -65,7 +65,7 @@ class FakeServer:
         await self._runner.cleanup()
 
     def endpoint(self, name: str = "chat-0") -> Endpoint:
-        return Endpoint(name, url_for(self.host, self.port), TOKEN)
+        return Endpoint(name, url_for(self.host, self.port), self.token)
 
     @property
     def puts(self) -> list[dict[str, Any]]:
@@ -76,7 +76,7 @@ class FakeServer:
         self.seen.append((request.method, request.path, body))
         if self.behave and (answer := await self.behave(request)) is not None:
             return answer
-        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if request.headers.get("Authorization") != f"Bearer {self.token}":
             return web.json_response({"error": "token"}, status=401)
         self.board.tick(time.monotonic())
         if request.path == "/control/window":

@@ -7,6 +7,7 @@ unfenced, since it is never read; its name carries the owner's uid, so it is nob
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import logging
 import secrets
@@ -106,7 +107,7 @@ class Writer:
                 found = await self._kube.get("Secret", namespace, KEY_SECRET)
         if found is None:
             raise ApiError(404, "NotFound", f"Secret {namespace}/{KEY_SECRET} vanished while it was made")
-        return str(found["data"]["key"]).encode()
+        return base64.b64decode(found["data"]["key"])
 
     async def create_lease(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         body = {"metadata": {"name": name, "namespace": namespace}, "spec": spec}

@@ -51,6 +51,13 @@ class ApiError(Exception):
         super().__init__(f"{status} {reason}: {message}")
         self.status, self.reason, self.message = status, reason, message
 
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may well be accepted later. A typed object that cannot be read is a 500, and never is."""
+        if self.status == 500 and ("failed to convert" in self.message or "failed to create typed" in self.message):
+            return False
+        return self.status in (409, 429) or self.status >= 500
+
 
 class Unreachable(Exception):
     """The API server gave no answer."""

@@ -95,7 +95,7 @@ class Reconciler:
         except NameTaken as e:
             trouble, again = Condition("Ready", False, "NameTaken", str(e)), str(e)
         except ApiError as e:
-            if e.status in (429, 409) or e.status >= 500:
+            if e.passing:
                 raise Retry(str(e)) from None
             trouble, again = Condition("Ready", False, "ApplyRefused", e.message[:1000]), str(e)
             await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
