@@ -11,7 +11,8 @@ import pytest
 
 from weir_server.contract import Knobs
 from weir_server.engine import child
-from weir_server.exec.null import null_token
+from weir_server.engine.core import Engine
+from weir_server.exec.null import NullModel, NullRunner, null_token
 from weir_server.link.channel import Channel, ChannelClosed
 from weir_server.link.errors import UserError
 from weir_server.link.messages import (
@@ -25,6 +26,7 @@ from weir_server.link.messages import (
     Sampling,
     SetKnobs,
     Submit,
+    ToChild,
     Tokens,
     ToParent,
 )
@@ -164,6 +166,29 @@ def test_a_closed_channel_ends_the_child_in_the_middle_of_its_work() -> None:
     parent.close()
     parent.thread.join(PATIENCE)
     assert not parent.thread.is_alive() and isinstance(parent.end, ChannelClosed)
+
+
+def test_the_loop_never_waits_while_it_has_work() -> None:
+    class Script:
+        """Hands out two requests and then Quit once all is done; notes how long each call was ready to wait."""
+
+        def __init__(self) -> None:
+            self.waits: list[tuple[bool, float | None]] = []
+            self.left: list[ToChild] = [submit(1), submit(2)]
+
+        def recv(self, timeout: float | None) -> list[ToChild]:
+            self.waits.append((engine.busy, timeout))
+            messages, self.left = self.left, []
+            return messages if engine.busy or messages else [Quit()]
+
+        def send(self, message: ToParent) -> None:
+            pass
+
+    plan = child.plan_boot(BOOT, NullModel(16), 0)
+    engine, script = Engine(NullRunner(NullModel(16).geometry(16)), plan.config, plan.knobs), Script()
+    child.loop(engine, script)
+    assert {timeout for busy, timeout in script.waits if busy} == {0}
+    assert script.waits[0] == (False, 0.0) and not engine.busy
 
 
 def test_a_budget_that_cannot_be_met_is_the_users_mistake() -> None:

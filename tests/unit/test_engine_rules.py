@@ -353,17 +353,16 @@ def test_a_preempted_row_that_no_longer_fits_the_budget_runs_alone() -> None:
 
 
 def test_a_row_whose_credit_is_spent_comes_back_only_with_room_for_its_rest() -> None:
-    kit = Kit(blocks=16, rows=3)
-    ids = [kit.submit(6, 50), *[kit.submit(6, 40) for _ in range(2)]]
+    kit = Kit(blocks=16, rows=3, prefix_cache=False)
+    ids = [kit.submit(6, 50), kit.submit(6, 40), kit.submit(6, 40)]
+    seen: dict[int, int] = {}
     while kit.engine.busy:
-        queued = {id(row): row for row in kit.engine.batch.waiting if not row.credits}
-        alone = not kit.engine.batch.running
+        state, offers = kit.engine.batch.view(kit.knobs, kit.engine.config.limits, 0)
+        needs = [waiting.need for waiting in state.waiting]
+        for need, (row, _) in zip(needs, offers, strict=True):
+            seen[row.credits] = need - -(-(row.final - 1) // SIZE)
         kit.step()
-        for row in queued.values():
-            if row.state.value == "prefilling" and not alone:
-                others = kit.engine.batch.blocks.used - len(row.blocks)
-                assert others + -(-(row.final - 1) // SIZE) <= 16
-    assert kit.stats.preempted >= 2
+    assert seen[1] < 0 and seen[0] == 0, "with credit: less than its whole length; without: all of it"
     assert [len(kit.said[id, 0]) for id in ids] == [50, 40, 40]
 
 
