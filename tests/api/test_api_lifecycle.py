@@ -27,7 +27,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
 def test_sigterm_serves_what_runs_and_what_is_queued_then_exits_0(start):
     own: Server = start(*SMALL, "--parallel", "2").wait_until_serving()
     child = own.child()
-    streams = [Stream(own, max_tokens=30) for _ in range(3)]
+    streams = [Stream(own, max_tokens=120) for _ in range(3)]
     wait_for(lambda: own.window()["running"] == 2 and own.window()["waiting"] == 1)
     own.process.send_signal(signal.SIGTERM)
     ready = wait_for(lambda: (r := requests.get(own.url + "/ready")).status_code == 503 and r)
@@ -157,7 +157,7 @@ def test_a_broken_model_file_is_one_line(tmp_path: Path, content: bytes | None):
         (["serve", "x", "--quantize=int8"], "--quantize is not available yet"),
         (["serve", "x", "--scheduler", "prefill_first"], "prefill_first is not available yet"),
         (["serve", "x", "--no-such-flag"], "--no-such-flag"),
-        (["serve", "x", "--port", "99999"], "99999"),
+        (["serve", "x", "--port", "99999"], "'--port'"),
         (["serve", "x", "--boot-file", "/no/such.yaml"], "/no/such.yaml"),
         (["serve", "x", "--kv-admission-watermark", "0.7"], "0.7"),
     ],
@@ -189,12 +189,12 @@ def test_service_links_are_no_settings_and_defaults_listen_on_both_families(star
 
 def test_the_boot_file_sets_start_values_and_flags_win(start, tmp_path: Path):
     boot = tmp_path / "boot.yaml"
-    initial = {"max_batch_size": 3, "max_queue_depth": 9, "kv_cache_budget": 400_000_000}
+    initial = {"max_batch_size": 3, "max_queue_depth": 9, "kv_cache_budget": 200_000_000}
     boot.write_text(json.dumps({"slo": {"ttft": 1.5, "tpot": 0.1}, "initial": initial}))
     own: Server = start(*SMALL, "--boot-file", str(boot), "--max-queue-depth", "5", "--slo-tpot", "0.2").wait_until_serving()
     state = wait_for(lambda: (s := own.state())["effective"] == s["boot"] and s)
     assert (state["boot"]["max_batch_size"], state["boot"]["max_queue_depth"]) == (3, 5)
-    assert state["boot"]["kv_cache_budget"] == 400_000_000 // state["kv"]["chunk_bytes"] * state["kv"]["chunk_bytes"]
+    assert state["boot"]["kv_cache_budget"] == 200_000_000 // state["kv"]["chunk_bytes"] * state["kv"]["chunk_bytes"]
     assert (state["slo"]["ttft"], state["slo"]["tpot"]) == (1.5, 0.2)
     assert state["fallback"] == state["target"] == state["boot"]
 

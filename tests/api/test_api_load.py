@@ -76,7 +76,8 @@ def test_a_slow_reader_gets_all_and_holds_up_nobody(server: Server):
     while b"[DONE]" not in seen:
         seen += slow.recv(97)
     slow.close()
-    texts = [json.loads(e)["choices"][0] for e in seen.decode().split("data: ")[1:-1] if e.strip().startswith("{")]
+    lines = [line.removeprefix("data: ") for line in seen.decode().splitlines() if line.startswith("data: {")]
+    texts = [json.loads(line)["choices"][0] for line in lines]
     assert texts[-1]["finish_reason"] == "length"
     alone = Stream(server, max_tokens=120).join()
     assert "".join(t["text"] for t in texts) == "".join(json.loads(e)["choices"][0]["text"] for e in alone.events[:-1])

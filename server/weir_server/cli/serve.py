@@ -115,9 +115,9 @@ def command(
     if scheduler != "fifo":
         raise UserError(f"--scheduler {scheduler} is not available yet; fifo is.")
     file = read_boot_file(boot_file)
-    path = resolve(model)
-    slots = max_batch_size or parallel
     watermark = _watermark(kv_admission_watermark)
+    slots = max_batch_size or parallel
+    path = resolve(model)
     boot = Boot(
         model=str(path), threads=threads or cpu_threads(), dtype=dtype, context_per_slot=_per_slot(ctx_size, slots),
         max_batch_size=slots, max_requests_per_batch=max_requests_per_batch, max_batch_tokens=max_batch_tokens,

@@ -17,22 +17,26 @@ def bind(host: str | None, port: int) -> list[socket.socket]:
     """
     if host is None:
         return [_any(port)]
-    try:
-        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as e:
-        raise UserError(f"Cannot listen on {host!r}: {e.strerror}.") from None
     sockets: list[socket.socket] = []
-    for family, _, _, _, address in dict.fromkeys(infos):
-        wanted = (str(address[0]), sockets[0].getsockname()[1] if sockets else port)
+    for family, address in _addresses(host):
+        wanted = (address, sockets[0].getsockname()[1] if sockets else port)
         try:
             sockets.append(_bound(family, wanted, only_v6=True))
-        except UserError:
-            if sockets or len(infos) == 1 or family != socket.AF_INET6:
-                raise
         except OSError:
-            if len(infos) == 1:
-                raise UserError(f"Cannot listen on {url(host, port)}.") from None
+            continue  # an address that this machine lacks
+    if not sockets:
+        raise UserError(f"Cannot listen on {host!r}: this machine has no such address.")
     return sockets
+
+
+def _addresses(host: str) -> list[tuple[int, str]]:
+    if host == LOOPBACK:  # by name it is IPv4 alone on many machines
+        return [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+    try:
+        infos = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as e:
+        raise UserError(f"Cannot listen on {host!r}: {e.strerror}.") from None
+    return [(family, str(address[0])) for family, _, _, _, address in infos]
 
 
 def _any(port: int) -> socket.socket:
