@@ -1,4 +1,4 @@
-"""The choice of how to multiply, on the shapes of SmolLM2's layers: values right, and rows without influence on each other."""
+"""How the layers multiply, on the shapes of SmolLM2: values right, and rows without influence on each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch
 from parity_rows import Row, all_logits, make_runner, tiny_llama
 
 from weir_server.exec import runner as exec_runner
-from weir_server.exec.runner import load
+from weir_server.exec.runner import LoadedModel, load
+from weir_server.exec.step import UnsupportedError
 from weir_server.link.messages import Boot
 from weir_server.model import linear
 from weir_server.model.files import ModelError
@@ -50,26 +51,60 @@ def test_the_probe_sees_the_row_counts_that_differ() -> None:
     assert linear._dependent_rows(odd(set()), 576, 40) == set()
 
 
-def test_without_the_packed_ops_the_plain_product_serves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(linear, "_agrees", lambda weight: False)
+@pytest.fixture
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no C compiler was at hand."""
+
+    def absent() -> Any:
+        raise UnsupportedError("the C kernels were not built")
+
+    monkeypatch.setattr(exec_runner, "NativeKind", absent)
+
+
+def loaded_and_right(tmp_path: Path) -> LoadedModel:
+    """Load a tiny model and hold its logits against transformers."""
     model, tokens = tiny_llama(), torch.randint(3, 500, (40,)).tolist()
     model.save_pretrained(tmp_path / "m")
     loaded = load(Boot(model=str(tmp_path / "m"), threads=2, cache_dir=str(tmp_path / "c")))
-    assert "F.linear" in loaded.linear
     got = all_logits(make_runner(loaded, "gather"), [Row(tokens, range(2, 9)).work()])
     with torch.inference_mode():
         assert (got - model(torch.tensor([tokens])).logits[0]).abs().max() <= 1e-4
+    return loaded
 
 
-def test_deterministic_refuses_where_it_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_kernels_torchs_packed_products_serve(tmp_path: Path, no_kernels: None, caplog: Any) -> None:
+    assert "oneDNN" in loaded_and_right(tmp_path).linear
+    assert caplog.text.count("matrix products: torch's, because the C kernels were not built") == 1
+
+
+def test_without_packed_products_the_plain_one_serves(
+    tmp_path: Path, no_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "agrees", lambda products, weight: False)
+    assert "F.linear" in loaded_and_right(tmp_path).linear
+
+
+def test_wrong_products_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    class Wrong:
+        row_independent = True
+
+        def __call__(self, weight: torch.Tensor) -> linear.Linear:
+            return lambda x: x @ weight.T + 0.1
+
+    monkeypatch.setattr(exec_runner, "NativeKind", Wrong)
+    assert "oneDNN" in loaded_and_right(tmp_path).linear
+    assert "ours differ" in caplog.text
+
+
+def test_deterministic_refuses_where_it_cannot_be_kept(
+    tmp_path: Path, no_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tiny_llama().save_pretrained(tmp_path / "m")
     boot = Boot(model=str(tmp_path / "m"), threads=2, cache_dir=str(tmp_path / "c"), deterministic=True)
-    monkeypatch.setattr(exec_runner, "probe", lambda weights: linear.LinearKind(False, False, row_independent=False))
+    monkeypatch.setattr(exec_runner, "probe", lambda weights: linear.TorchProducts(False, False, row_independent=False))
     with pytest.raises(ModelError, match="--deterministic"):
         load(boot)
-    monkeypatch.setattr(exec_runner, "probe", lambda weights: linear.LinearKind(False, False, row_independent=True))
+    monkeypatch.setattr(exec_runner, "probe", lambda weights: linear.TorchProducts(False, False, row_independent=True))
     load(boot)
 
 

@@ -11,13 +11,14 @@ import torch
 
 from weir_server.contract import Geometry
 from weir_server.exec.backends import Backend, choose_backend
+from weir_server.exec.gemm import NativeKind
 from weir_server.exec.interface import RowResult, RowWork
 from weir_server.exec.pool import KvPool, chunk_bytes
-from weir_server.exec.step import flatten
+from weir_server.exec.step import UnsupportedError, flatten
 from weir_server.link.messages import Boot
 from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
-from weir_server.model.linear import probe
+from weir_server.model.linear import Products, agrees, probe
 from weir_server.model.loader import load_checkpoint
 from weir_server.model.sampler import Draw, sample
 
@@ -32,15 +33,31 @@ def load(boot: Boot) -> LoadedModel:
     started = time.monotonic()
     checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir)
     with torch.inference_mode():
-        names = ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down", "embed")
-        kind = probe(checkpoint.weights[name] for name in names)
-        if boot.deterministic and not kind.row_independent:
+        products = choose_products([checkpoint.weights[name] for name in _SHAPES])
+        if boot.deterministic and not products.row_independent:
             raise ModelError("--deterministic cannot be kept here: this machine's matrix products depend on the row count.")
-        if not kind.row_independent:
+        if not products.row_independent:
             log.warning("matrix products depend on the row count here: batching and prefix hits may flip near-ties")
-        loaded = LoadedModel(boot, Decoder(checkpoint, kind), f"{kind}", mapped=checkpoint.mapped)
-    log.info("loaded %s in %.2f s: %s", boot.model, time.monotonic() - started, kind)
+        loaded = LoadedModel(boot, Decoder(checkpoint, products), str(products), mapped=checkpoint.mapped)
+    log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, products)
     return loaded
+
+
+_SHAPES = ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down", "embed")
+"""One weight of each shape."""
+
+
+def choose_products(weights: Sequence[torch.Tensor]) -> Products:
+    """Our own products where they were built and give the right values for `weights`, else torch's and a log line."""
+    try:
+        products = NativeKind()
+    except UnsupportedError as e:
+        log.warning("matrix products: torch's, because %s", e)
+        return probe(weights)
+    if all(agrees(products, weight) for weight in weights):
+        return products
+    log.warning("matrix products: torch's, because ours differ from them")
+    return probe(weights)
 
 
 class LoadedModel:

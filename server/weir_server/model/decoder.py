@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from weir_server.model.config import DecoderConfig
-from weir_server.model.linear import Linear, LinearKind
+from weir_server.model.linear import Linear, Products
 from weir_server.model.loader import Checkpoint
 
 
@@ -45,19 +45,19 @@ class Layer:
 class Decoder:
     """Weights in compute layout. `embed` may be a view of a mapped file: its pages then are not anonymous memory."""
 
-    def __init__(self, checkpoint: Checkpoint, linear: LinearKind) -> None:
+    def __init__(self, checkpoint: Checkpoint, products: Products) -> None:
         """Packs the weights and empties `checkpoint.weights`, so that the raw ones can go."""
         w = checkpoint.weights
         self.config: DecoderConfig = checkpoint.config
         self.embed = w.pop("embed")
-        self.head = linear(w.pop("head", self.embed))
+        self.head = products(w.pop("head", self.embed))
         self.norm = w.pop("norm").clone()
 
         def norm(name: str) -> torch.Tensor:
             return w.pop(name).clone()
 
         def matrix(name: str) -> Linear:
-            return linear(w.pop(name))
+            return products(w.pop(name))
 
         self.layers = [
             Layer(

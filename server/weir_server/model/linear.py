@@ -1,14 +1,15 @@
-"""Linear layers without bias whose result for a row does not depend on how many rows share the call.
+"""Linear layers without bias, by torch: the way where our own products (exec/gemm.py) were not built.
 
 Weights are packed once by oneDNN: at 4 to 32 rows this is 2 to 3 times as fast as MKL's `F.linear`, which besides gives five
 classes of results by row count, so that batching would flip near-ties. The packing ops are private in torch: they are
-probed at load, and where they are missing or fail the probe `F.linear` serves. Figures: cpu research §2.
+probed at load, and where they are missing or fail the probe `F.linear` serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,8 +18,23 @@ _HINT_ROWS = 16
 """Rows that the packing is told to expect. From 8 on a single row goes through the same kernel as many (AVX2)."""
 
 
+Linear = Callable[[torch.Tensor], torch.Tensor]
+"""y [rows, out] = x [rows, in] · Wᵀ in float32."""
+
+
+class Products(Protocol):
+    """A way to multiply. `row_independent`: a row's result is the same bits at any row count; `str()` says it in words."""
+
+    @property
+    def row_independent(self) -> bool: ...
+
+    def __call__(self, weight: torch.Tensor) -> Linear:
+        """Pack `weight` float32 [out, in]; the caller may let go of it afterwards."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class Linear:
+class TorchLinear:
     """y [rows, out] = x [rows, in] · Wᵀ in float32. `pad_single`: one row is computed as two equal ones."""
 
     weight: torch.Tensor  # packed by oneDNN, or plain
@@ -37,18 +53,17 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True)
-class LinearKind:
-    """How this machine multiplies. `row_independent`: a row's result is the same bits at any row count."""
+class TorchProducts:
+    """Products by oneDNN's packed form or by F.linear."""
 
     packed: bool
     pad_single: bool
     row_independent: bool
 
-    def __call__(self, weight: torch.Tensor) -> Linear:
-        """Pack `weight` [out, in]; the caller may let go of it afterwards."""
+    def __call__(self, weight: torch.Tensor) -> TorchLinear:
         if self.packed:
             weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), _HINT_ROWS)
-        return Linear(weight, self.packed, self.pad_single)
+        return TorchLinear(weight, self.packed, self.pad_single)
 
     def __str__(self) -> str:
         name = "oneDNN packed" if self.packed else "F.linear"
@@ -56,35 +71,36 @@ class LinearKind:
         return f"{name}{padded}, {'independent of' if self.row_independent else 'dependent on'} the row count"
 
 
-def probe(weights: Iterable[torch.Tensor], most_rows: int = 300) -> LinearKind:
+def probe(weights: Iterable[torch.Tensor], most_rows: int = 300) -> TorchProducts:
     """Try the ways to multiply on `weights` (one for each shape) and choose; about 0.3 s for SmolLM2.
 
     oneDNN if it works and gives F.linear's values to rounding. Row counts are compared up to `most_rows`; for matrices that
     only sampling rows meet (the head), to 32.
     """
     shapes = {tuple(w.shape): w for w in weights}.values()
-    packed = all(_agrees(w) for w in shapes)
+    packed = all(agrees(TorchProducts(True, False, False), w) for w in shapes)
     single = many = True
     for weight in shapes:
-        multiply = LinearKind(packed, False, False)(weight)
+        multiply = TorchProducts(packed, False, False)(weight)
         rows = most_rows if weight.numel() < 1 << 23 else 32
         dependent = _dependent_rows(multiply, weight.shape[1], rows)
         single &= 1 not in dependent
         many &= not dependent - {1}
-    return LinearKind(packed, pad_single=many and not single, row_independent=many)
+    return TorchProducts(packed, pad_single=many and not single, row_independent=many)
 
 
-def _agrees(weight: torch.Tensor) -> bool:
+def agrees(products: Products, weight: torch.Tensor) -> bool:
+    """Whether `products` work here and give F.linear's values for `weight` to rounding."""
     x = torch.randn(3, weight.shape[1], generator=torch.Generator().manual_seed(1))
     try:
-        got = LinearKind(True, False, False)(weight)(x)
+        got = products(weight)(x)
     except (RuntimeError, NotImplementedError, AttributeError):
         return False
     want = F.linear(x, weight)
     return bool((got - want).abs().max() <= 1e-4 * want.abs().max() + 1e-5)
 
 
-def _dependent_rows(multiply: Callable[[torch.Tensor], torch.Tensor], width: int, most: int) -> set[int]:
+def _dependent_rows(multiply: Linear, width: int, most: int) -> set[int]:
     """The row counts at which some row's bits differ from those at `most` rows."""
     x = torch.randn(most, width, generator=torch.Generator().manual_seed(2))
     reference = multiply(x)
