@@ -6,7 +6,7 @@ import pytest
 from engine_kit import CHUNK, SIZE, VOCAB, Kit, expected
 
 from weir_server.exec.interface import RowResult
-from weir_server.link.messages import Boot, Cancel, Drain, Quit, SetKnobs, Stop
+from weir_server.link.messages import KV_BUDGET_EXCEEDED, Boot, Cancel, Drain, Quit, SetKnobs, Stop
 
 PROMPT = list(range(20, 33))  # 13 tokens: three full blocks and a tail
 
@@ -323,7 +323,7 @@ def test_queued_rows_that_the_lowered_budget_cannot_hold_are_handed_back() -> No
     kit.step(2)
     big, small = kit.submit(60, 4), kit.submit(8, 4)
     kit.knob(kv_cache_budget=10 * CHUNK)
-    assert kit.reason(big) == "handed_back"
+    assert kit.reason(big) == "handed_back" and kit.ended[big, 0].message.startswith(KV_BUDGET_EXCEEDED)
     assert f"{10 * CHUNK} bytes" in kit.ended[big, 0].message and f"{16 * CHUNK} bytes" in kit.ended[big, 0].message
     later = kit.submit(60, 4)
     assert kit.reason(later) == "handed_back"

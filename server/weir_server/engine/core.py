@@ -19,7 +19,20 @@ from weir_server.engine.meter import Meter
 from weir_server.engine.rows import Row, RowState
 from weir_server.exec.interface import RowResult, RowWork, Runner
 from weir_server.kv.prefix import Chain, domain
-from weir_server.link.messages import Admitted, Cancel, Drain, Event, Finished, Report, SetKnobs, Stop, Submit, ToChild, Tokens
+from weir_server.link.messages import (
+    KV_BUDGET_EXCEEDED,
+    Admitted,
+    Cancel,
+    Drain,
+    Event,
+    Finished,
+    Report,
+    SetKnobs,
+    Stop,
+    Submit,
+    ToChild,
+    Tokens,
+)
 from weir_server.policy.limits import Limits
 from weir_server.policy.step import State, StepPlan, decide
 
@@ -129,7 +142,8 @@ class Engine:
     def _hand_back(self, row: Row) -> None:
         chunk = self.batch.pool.chunk_bytes
         need, live = self.batch.blocks.blocks_for(row.reach) * chunk, self.batch.pool.limit * chunk
-        self.release(row, "handed_back", f"The prompt needs {need} bytes of KV cache and the live KV budget is {live} bytes.")
+        why = f"{KV_BUDGET_EXCEEDED}: the prompt needs {need} bytes of KV cache and the live KV budget is {live} bytes."
+        self.release(row, "handed_back", why)
 
     def set_knobs(self, target: Knobs) -> None:
         """New targets. Nothing that runs is touched; queued rows that the live budget could no longer hold are handed back."""

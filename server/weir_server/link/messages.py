@@ -156,8 +156,15 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs] | None = None
 
 
+KV_BUDGET_EXCEEDED = "request_memory_budget_exceeded"
+"""A row handed back because the live KV budget can't hold it has a message that begins so; otherwise a drain's end did it."""
+
+
 class Finished(msgspec.Struct, frozen=True, tag=True):
-    """The one terminal event of a row. `reason` is one of contract.FINISH_REASONS; `message` only for errors and hand-backs."""
+    """The one terminal event of a row. `reason` is one of contract.FINISH_REASONS; `message` only for errors and hand-backs.
+
+    `generated` counts an end-of-sequence token, which is also in the row's last `Tokens`.
+    """
 
     id: int
     row: int
