@@ -67,7 +67,7 @@ def test_edits_and_deletions_of_children_are_repaired(cluster: Cluster, namespac
     patch(cluster, namespace, "configmap", "chat-boot", {"data": {"boot.yaml": "{}"}})
     wait(lambda: "slo" in cluster.get("configmap", "chat-boot", namespace)["data"]["boot.yaml"])
     cluster.kubectl("set", "image", "deployment/chat", "server=evil", "-n", namespace)
-    wait(lambda: "server:test" in cluster.get("deployment", "chat", namespace)["spec"]["template"]["spec"]["containers"][0]["image"])
+    wait(lambda: "evil" not in str(cluster.get("deployment", "chat", namespace)["spec"]))
     cluster.kubectl("label", "configmap", "chat-boot", "weir.dev/managed-", "-n", namespace)
     wait(lambda: cluster.get("configmap", "chat-boot", namespace)["metadata"]["labels"].get("weir.dev/managed") == "true")
     for kind, name in (("serviceaccount", "chat"), ("deployment", "chat"), ("service", "chat")):
