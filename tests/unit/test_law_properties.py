@@ -53,7 +53,7 @@ def test_with_an_exact_model_the_law_walks_straight_to_its_fixed_point(plant, mi
     assert all(b >= a * (1 - 1e-9) for a, b in pairwise(values)), values
     room = [n for n in range(1, 65) if n == 1 or mix.prefill * model.decoding(n) <= 0.8 * plant.prefill_tokens]
     best = max(max(goodputs(model, ttft, tpot, n, 64)[1:]) for n in room)
-    assume(best >= NIL * mix.offered)
+    assume(best >= 1.1 * NIL * mix.offered)
     assert values[-1] >= 0.95 * best, (path, values, best)
 
 

@@ -60,10 +60,18 @@ def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     real = near.goodput >= NIL * model.mix.offered
     if real and near.gains and not near.stays(reach):
         return near
-    far = _best(model, ttft, tpot, reach, _batches(model, reach, *reach.batch_limits), reach.depth_limits[1])
+    far = _farther(model, ttft, tpot, reach)
     if far.goodput >= NIL * model.mix.offered and far.gains and not far.stays(reach):
         return _step_towards(far, model, ttft, tpot, reach)
     return near if real else _best(model, ttft, tpot, reach, [reach.batch], 2 * max(1, reach.depth))
+
+
+def _farther(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
+    """The best of the whole range: thinned first, then closely around what that found."""
+    (low, high), deepest = reach.batch_limits, reach.depth_limits[1]
+    rough = _best(model, ttft, tpot, reach, _batches(model, reach, low, high), deepest)
+    around = max(low, math.floor(rough.batch / 1.3)), min(high, math.ceil(rough.batch * 1.3))
+    return _best(model, ttft, tpot, reach, _batches(model, reach, *around), deepest)
 
 
 def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
