@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ASSETS = os.environ.get("KUBEBUILDER_ASSETS", "")
 NEEDED = ("etcd", "kube-apiserver", "kube-controller-manager", "kubectl")
 ADMIN = "admin-token"
+WRITES = ("create", "update", "patch", "delete", "deletecollection")
 
 
 def free_port() -> int:
@@ -85,7 +86,7 @@ class Cluster:
         lines = [json.loads(line) for line in self.audit.read_text().splitlines()]
         found = [line for line in lines if (line.get("objectRef") or {}).get("namespace") == namespace]
         ours = [line for line in found if "kubectl" not in line["userAgent"] and "kube-controller" not in line["userAgent"]]
-        return [line for line in ours if line["objectRef"]["resource"] != "leases"]
+        return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -107,7 +108,7 @@ def start_control_plane(cluster: Cluster, port: int) -> None:
     subprocess.run(["openssl", "genrsa", "-out", str(folder / "sa.key"), "2048"], check=True, capture_output=True)
     (folder / "tokens.csv").write_text(f'{ADMIN},admin,admin,"system:masters"\n')
     cluster.token_config(ADMIN, "admin").rename(cluster.kubeconfig)
-    rules = [{"level": "Metadata", "omitStages": ["RequestReceived"], "verbs": ["create", "update", "patch", "delete"]}]
+    rules = [{"level": "Metadata", "omitStages": ["RequestReceived", "ResponseStarted"]}]
     (folder / "audit.yaml").write_text(yaml.safe_dump({"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "rules": rules}))
     peer = f"http://127.0.0.1:{free_port()}"
     cluster.start(

@@ -4,13 +4,15 @@ import json
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
 
 from weir_operator.api.conditions import Condition
 from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.plan import parse, plan
 from weir_operator.plan.status import _TUNED, Observed, TuningReport
-from weir_operator.plan.tuning import _CALMEST_FIRST
-from weir_operator.tuner.types import Outcome
+from weir_operator.plan.tuning import _CALMEST_FIRST, remembered
+from weir_operator.plan.tuning import report as published
+from weir_operator.tuner.types import Outcome, PodState, PodView, Poll, Record, TunerState
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
@@ -133,3 +135,20 @@ def test_an_unchanged_observation_is_an_unchanged_status() -> None:
 def test_what_the_tuner_said_outlives_a_restart_of_the_operator() -> None:
     before = {"tuning": {"mode": "Auto", "knobs": {"maxBatchSize": 9}}}
     assert plan(resource(status=before), Observed(NOW), Defaults("i", "t")).status["tuning"] == before["tuning"]
+
+
+def test_the_status_of_many_pods_stays_small() -> None:
+    pods, state = {}, {}
+    for i in range(200):
+        name = f"chat-7d9f8b6c5d-{i:05d}"
+        spread = {bucket: 0.123456789 * bucket for bucket in range(150, 200)}
+        state[name] = PodState(instance="i" * 36, since=1.79e9, seen=12345.678901234, spread=spread, prefill=spread)
+        pods[name] = PodView(name, "c", None, (Poll(0.0, FakeServer().window()),))
+    records = [Record(1.79e9, name, "set-point", Outcome.MOVED, "r" * 200, {"max_batch_size": (4, 9)}) for name in list(pods)[:30]]
+    history = remembered((), records)
+    found = published(resource(), pods, {r.pod: r for r in records}, TunerState(1.79e9, state), history, {}, "", ()).status
+    assert len(found["history"]) == 20
+    assert len(found["pods"]) == 50
+    assert 0 < len(found["state"]["pods"]) < 20
+    assert len(json.dumps(plan(resource(), Observed(NOW, tuning=report(status=found)), Defaults("i", "t")).status)) < 32 * 1024
+    assert TunerState.from_json(found["state"]).next_tick == 1.79e9

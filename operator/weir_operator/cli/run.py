@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from typing import NoReturn
 
-from weir_operator.handlers.watches import Freshness, watch
+from weir_operator.handlers.watches import watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
 from weir_operator.loops.operator import OperatorSettings, own_namespace, run
 from weir_operator.loops.queue import WorkQueue
@@ -44,10 +44,9 @@ async def _run(settings: OperatorSettings) -> None:
 
     take_signals()
     connection = await configuration()
-    freshness = Freshness()
 
     async def watcher(store: Store, queue: WorkQueue, stop: asyncio.Event) -> None:
-        await watch(connection, store, queue, freshness, settings.namespaces, stop, take_signals)
+        await watch(connection, store, queue, settings.namespaces, stop, take_signals)
 
     async with Kube(connection) as kube:
         await run(settings, kube, watcher, stop)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,16 +26,6 @@ _CHILDREN = {
 }
 
 
-class Freshness:
-    """When the watches last told anything. kopf itself ends a stream that has been silent for 70 s."""
-
-    def __init__(self) -> None:
-        self.last_event = time.monotonic()
-
-    def seen(self) -> None:
-        self.last_event = time.monotonic()
-
-
 def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
@@ -53,13 +42,12 @@ def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
     return settings
 
 
-def _registry(store: Store, queue: WorkQueue, freshness: Freshness, login: Any) -> kopf.OperatorRegistry:
+def _registry(store: Store, queue: WorkQueue, login: Any) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
     kopf.on.login(registry=registry)(login)
 
     def watcher(kind: str) -> Callable[..., Any]:
         async def seen(event: Any, **_: Any) -> None:
-            freshness.seen()
             obj = event["object"]
             (store.drop if event["type"] == "DELETED" else store.put)(kind, obj)
             meta = obj["metadata"]
@@ -93,7 +81,7 @@ def _login(connection: Configuration) -> Callable[..., Any]:
 
 
 async def watch(
-    connection: Configuration, store: Store, queue: WorkQueue, freshness: Freshness, namespaces: Sequence[str],
+    connection: Configuration, store: Store, queue: WorkQueue, namespaces: Sequence[str],
     stop: asyncio.Event, started: Callable[[], None],
 ) -> None:
     """Feed the store and the queue until `stop` is set. `started` is called once kopf has taken the process' signals for
@@ -108,7 +96,7 @@ async def watch(
 
     announcing = asyncio.create_task(announce())
     await kopf.operator(
-        registry=_registry(store, queue, freshness, _login(connection)),
+        registry=_registry(store, queue, _login(connection)),
         settings=_settings(namespaces),
         clusterwide=not namespaces,
         namespaces=list(namespaces),

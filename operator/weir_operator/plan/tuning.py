@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -16,6 +17,8 @@ from weir_server.contract import Knobs, Window
 
 HISTORY_LENGTH = 20
 MAX_PODS = 50
+MAX_STATE_BYTES = 14 * 1024
+"""With HISTORY_LENGTH decisions and MAX_PODS pods the whole status stays under 32 KiB."""
 MIN_FINISHED = 10
 """Fewer finished requests say nothing about attainment."""
 RECENT_SECONDS = 60.0
@@ -140,7 +143,7 @@ def report(
         "mode": "Paused" if tuning.paused and tuning.mode != "Disabled" else tuning.mode,
         "pods": [_pod_status(name, knobs, outcomes.get(name)) for name, knobs in list(effective.items())[:MAX_PODS]],
         "history": list(history),
-        "state": rounded(state.to_json()),
+        "state": _bounded(state),
     }
     if percent is not None:
         status["slo"] = f"{percent}%"
@@ -162,10 +165,23 @@ def _last(pod: PodView) -> Window | None:
     return next((p.window for p in reversed(pod.polls) if p.window), None)
 
 
+def _bounded(state: TunerState) -> dict[str, Any]:
+    """The state to resume from, as many pods as fit: a pod that is left out resumes from what it reads back."""
+    whole = rounded(state.to_json())
+    pods, room = whole.pop("pods"), MAX_STATE_BYTES
+    kept = {}
+    for name, pod in sorted(pods.items()):
+        room -= len(json.dumps(pod))
+        if room < 0:
+            break
+        kept[name] = pod
+    return {**whole, "pods": kept}
+
+
 def rounded(value: Any) -> Any:
-    """`value` with floats cut to nine digits: a state that is resumed need not be exact, and a status must stay small."""
+    """`value` with floats cut to nine digits (times since 1970 to tenths): a status must stay small."""
     if isinstance(value, float):
-        return float(f"{value:.9g}") if math.isfinite(value) else None
+        return None if not math.isfinite(value) else round(value, 1) if abs(value) >= 1e8 else float(f"{value:.9g}")
     if isinstance(value, Mapping):
         return {str(k): rounded(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
