@@ -27,11 +27,11 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Comple
 def test_sigterm_serves_what_runs_and_what_is_queued_then_exits_0(start):
     own: Server = start(*SMALL, "--parallel", "2").wait_until_serving()
     child = own.child()
-    streams = [Stream(own, max_tokens=120) for _ in range(3)]
+    streams = [Stream(own, max_tokens=40) for _ in range(3)]
     wait_for(lambda: own.window()["running"] == 2 and own.window()["waiting"] == 1)
     own.process.send_signal(signal.SIGTERM)
-    ready = wait_for(lambda: (r := requests.get(own.url + "/ready")).status_code == 503 and r)
-    assert ready.json()["reason"] == "draining"
+    wait_for(lambda: requests.get(own.url + "/ready").status_code == 503)
+    assert requests.get(own.url + "/ready").json()["reason"] == "draining"
     assert requests.get(own.url + "/health").status_code == 200
     refused = own.post("/v1/completions", {"prompt": "x"})
     assert refused.status_code == 503 and "draining" in refused.json()["error"]["message"] and "Retry-After" in refused.headers
