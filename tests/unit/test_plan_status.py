@@ -142,9 +142,10 @@ def test_the_status_of_many_pods_stays_small() -> None:
     for i in range(200):
         name = f"chat-7d9f8b6c5d-{i:05d}"
         spread = {bucket: 0.123456789 * bucket for bucket in range(150, 200)}
-        state[name] = PodState(instance="i" * 36, since=1.79e9, seen=12345.678901234, spread=spread, prefill=spread)
+        state[name] = PodState(instance="i" * 36, seen=12345.678901234, spread=spread, prefill=spread)
         pods[name] = PodView(name, "c", None, (Poll(0.0, FakeServer().window()),))
-    records = [Record(1.79e9, name, "set-point", Outcome.MOVED, "r" * 200, {"max_batch_size": (4, 9)}) for name in list(pods)[:30]]
+    changes = {"max_batch_size": (4.0, 9.0)}
+    records = [Record(1.79e9, name, "set-point", Outcome.MOVED, "r" * 200, changes) for name in list(pods)[:30]]
     history = remembered((), records)
     found = published(resource(), pods, {r.pod: r for r in records}, TunerState(1.79e9, state), history, {}, "", ()).status
     assert len(found["history"]) == 20
