@@ -64,9 +64,9 @@ class Writer:
         return dict(await self._write("PATCH", path(names.KIND, namespace, name), {"spec": spec}, MERGE, fieldManager=manager))
 
     async def event(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False) -> None:
-        """One Event for each (resource, reason, message); repeats raise its count. A lost Event is no error."""
+        """One Event object for each resource and reason: a repeat raises its count. A lost Event is no error."""
         meta, now = raw["metadata"], utc_now()
-        digest = hashlib.sha256(f"{meta['uid']}|{reason}|{message}".encode()).hexdigest()[:16]
+        digest = hashlib.sha256(f"{meta['uid']}|{reason}".encode()).hexdigest()[:16]
         target = path("Event", meta["namespace"])
         name = f"{meta['name']}.{digest}"
         body = {
@@ -86,7 +86,7 @@ class Writer:
                     raise
                 known = await self._kube.get("Event", meta["namespace"], name)
                 count = (known or {}).get("count", 1) + 1
-                again = {"count": count, "lastTimestamp": now}
+                again = {"count": count, "lastTimestamp": now, "message": message[:1024]}
                 await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
         except ApiError as e:
             log.warning("event %s for %s not written: %s", reason, meta["name"], e)

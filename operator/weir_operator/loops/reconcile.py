@@ -98,7 +98,8 @@ class Reconciler:
             if e.passing:
                 raise Retry(str(e)) from None
             trouble, again = Condition("Ready", False, "ApplyRefused", e.message[:1000]), str(e)
-            await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
+            if not any(c.get("message") == trouble.message for c in resource.status.get("conditions", ())):
+                await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
         await self._write_status(raw, plan(resource, self._observed(resource, trouble), defaults).status)
         if again:
             raise Retry(again)
