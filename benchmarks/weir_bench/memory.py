@@ -15,7 +15,7 @@ from weir_bench.arrivals import Arrival
 from weir_bench.load import Client, closed_loop
 from weir_bench.servers import weir
 
-POOL = 1 << 30
+POOL = 512 << 20
 ALLOWANCE = 400_000_000
 PROMPT, OUTPUT = 900, 40
 

@@ -22,6 +22,8 @@ from weir_bench.arrivals import Mix, schedule, to_json
 from weir_bench.goodput import Objectives, share
 from weir_bench.load import Report, offered
 from weir_bench.process import Child
+from weir_bench.sizing import Sizing, explain, size
+from weir_server.contract import Plant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLE = ROOT / "examples" / "smollm2-cluster.yaml"
@@ -29,6 +31,7 @@ SERVER_IMAGE = os.environ.get("WEIR_SERVER_IMAGE_UNDER_TEST", "localhost/weir-se
 OPERATOR_IMAGE = os.environ.get("WEIR_OPERATOR_IMAGE_UNDER_TEST", "localhost/weir-operator:dev")
 NAME, SYSTEM = "smollm2", "weir-system"
 CONTROL_PORT, HTTP_PORT = 8081, 8080
+MIX = Mix(prompt=96, output=48, cv=0.5)
 
 
 def program(name: str) -> str | None:
@@ -50,6 +53,16 @@ def kubectl(*args: str, text: str | None = None) -> str:
 def get(*args: str) -> Any:
     """`kubectl get … -o json`."""
     return json.loads(kubectl("get", *args, "-o", "json"))
+
+
+def helm_values(**values: str) -> list[str]:
+    """A tick of 10 s and leases of 15 s: the loop in a form that fits into a test."""
+    repository, _, tag = OPERATOR_IMAGE.rpartition(":")
+    settings = {
+        "image.repository": repository, "image.tag": tag, "serverImage": SERVER_IMAGE,
+        "tuner.tickSeconds": "10", "tuner.pollSeconds": "2", "tuner.leaseSeconds": "15", **values,
+    }
+    return [f"--set={name}={value}" for name, value in settings.items()]
 
 
 async def eventually(look: Callable[[], Any], what: str, seconds: float = 60.0, every: float = 0.5) -> Any:
@@ -173,8 +186,46 @@ def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def slo(objectives: Objectives) -> dict[str, str]:
-    return {"ttft": f"{objectives.ttft * 1000:.0f}ms", "tpot": f"{objectives.tpot * 1000:.0f}ms"}
+async def plant_of(deployment: Deployment) -> Plant:
+    """What the pod measured of itself at boot."""
+    return Plant(**(await deployment.control("state"))["plant"])
+
+
+async def measured(deployment: Deployment) -> Sizing:
+    """Objectives and load from the pod's own boot measurement."""
+    sizing = size(await plant_of(deployment), MIX)
+    print(explain(sizing, MIX))
+    return sizing
+
+
+async def declare(deployment: Deployment, objectives: Objectives) -> None:
+    """Objectives into the spec, and from there into the running pod."""
+    deployment.patch({"slo": {"ttft": f"{objectives.ttft * 1000:.0f}ms", "tpot": f"{objectives.tpot * 1000:.0f}ms"}})
+
+    async def known() -> bool:
+        now = (await deployment.control("state"))["slo"]
+        return abs(now["ttft"] - objectives.ttft) < 1e-3 and abs(now["tpot"] - objectives.tpot) < 1e-3
+
+    await eventually(known, "the pod has the objectives")
+
+
+async def phase(
+    deployment: Deployment, mode: str, seconds: float, rate: float, objectives: Objectives, folder: Path, mix: Mix = MIX,
+) -> Report:
+    """Load under one mode. Every phase gets the same arrivals from the beginning of one schedule."""
+    deployment.patch({"tuning": {"mode": mode}})
+    drain = objectives.ttft + mix.most * mix.output * objectives.tpot
+    report = await deployment.load(rate, seconds, mix, 1, drain, folder)
+    print(f"{mode}: goodput {goodput(report, objectives):.0%} of {len(report.outcomes)}, "
+          f"{sum(o.status == 503 for o in report.outcomes)} refused, generator's lag p99 {report.lag_p99 * 1000:.1f} ms")
+    for entry in reversed(deployment.history()):
+        print("  ", entry)
+    return report
+
+
+def batch_moves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was really moved, newest first."""
+    return [h for h in history if h["outcome"] == "Moved" and "max_batch_size" in h.get("changes", {})]
 
 
 def goodput(report: Report, objectives: Objectives, since: float = 0.0) -> float:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster_kit import OPERATOR_IMAGE, ROOT, SERVER_IMAGE, SYSTEM, kubectl, program, run
+from cluster_kit import ROOT, SYSTEM, helm_values, kubectl, program, run
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -20,16 +20,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.cluster)
             if missing:
                 item.add_marker(pytest.mark.skip(reason=f"needs {'; '.join(missing)}"))
-
-
-def helm_values(**values: str) -> list[str]:
-    """A tick of 10 s and leases of 15 s: the loop in a form that fits into a test."""
-    repository, _, tag = OPERATOR_IMAGE.rpartition(":")
-    settings = {
-        "image.repository": repository, "image.tag": tag, "serverImage": SERVER_IMAGE,
-        "tuner.tickSeconds": "10", "tuner.pollSeconds": "2", "tuner.leaseSeconds": "15", **values,
-    }
-    return [f"--set={name}={value}" for name, value in settings.items()]
 
 
 @pytest.fixture

@@ -7,63 +7,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_kit import SYSTEM, Deployment, eventually, get, goodput, kubectl, run, slo
+from cluster_kit import SYSTEM, Deployment, batch_moves, declare, eventually, get, goodput, kubectl, measured, phase, run
 
-from weir_bench.arrivals import Mix
-from weir_bench.load import Report
-from weir_bench.sizing import Sizing, explain, size
-from weir_server.contract import Plant
-
-MIX = Mix(prompt=96, output=48, cv=0.5)
 LEASE = 15
 SECONDS_A, SECONDS_B = 60, 150
 QUIET = {"tuning": {"mode": "Advise", "knobs": {"maxQueueDepth": {"initial": 2}}}}
 """A queue this short makes even the boot values worth something, or there would be nothing to compare with."""
 
 
-async def sized(deployment: Deployment) -> Sizing:
-    """Objectives and load from the pod's own boot measurement, and the objectives declared."""
-    sizing = size(Plant(**(await deployment.control("state"))["plant"]), MIX)
-    print(explain(sizing, MIX))
-    deployment.patch({"slo": slo(sizing.objectives)})
-    await eventually(lambda: _objectives_are(deployment, sizing), "the pod has the objectives")
-    return sizing
-
-
-async def _objectives_are(deployment: Deployment, sizing: Sizing) -> bool:
-    now = (await deployment.control("state"))["slo"]
-    return abs(now["ttft"] - sizing.objectives.ttft) < 1e-3 and abs(now["tpot"] - sizing.objectives.tpot) < 1e-3
-
-
-async def phase(deployment: Deployment, mode: str, seconds: float, sizing: Sizing, folder: Path) -> Report:
-    """Load under one mode; both modes get the same arrivals from the beginning of one schedule."""
-    deployment.patch({"tuning": {"mode": mode}})
-    drain = sizing.objectives.ttft + MIX.most * MIX.output * sizing.objectives.tpot
-    report = await deployment.load(sizing.rate, seconds, MIX, 1, drain, folder)
-    print(f"{mode}: goodput {goodput(report, sizing.objectives):.0%} of {len(report.outcomes)}, "
-          f"{sum(o.status == 503 for o in report.outcomes)} refused, generator's lag p99 {report.lag_p99 * 1000:.1f} ms")
-    return report
-
-
-def batch_moves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [h for h in history if h["outcome"] == "Moved" and "max_batch_size" in h.get("changes", {})]
-
-
 @pytest.mark.timeout(1200)
 async def test_overload_is_tuned_and_the_pod_survives_its_operator(release: str, namespace: str, tmp_path: Path) -> None:
     async with Deployment(namespace, QUIET) as deployment:
         await deployment.ready()
-        sizing = await sized(deployment)
+        sizing = await measured(deployment)
+        await declare(deployment, sizing.objectives)
         boot = (await deployment.control("state"))["boot"]
 
-        before = await phase(deployment, "Advise", SECONDS_A, sizing, tmp_path)
+        before = await phase(deployment, "Advise", SECONDS_A, sizing.rate, sizing.objectives, tmp_path)
         assert (await deployment.control("state"))["effective"] == boot, "advice alone moves nothing"
         a = goodput(before, sizing.objectives)
         assert a > 0, "with nothing good at boot values there is nothing to compare with"
 
-        after = await phase(deployment, "Auto", SECONDS_B, sizing, tmp_path)
-        for entry in reversed(deployment.history()):
-            print(entry)
+        after = await phase(deployment, "Auto", SECONDS_B, sizing.rate, sizing.objectives, tmp_path)
         b = goodput(after, sizing.objectives)
         assert b > a, f"tuned {b:.0%}, at boot values {a:.0%}"
         await a_batch_move_settled(deployment, boot)
