@@ -139,3 +139,22 @@ def test_keys_and_tokens(start, tmp_path: Path):
 def _with(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def test_what_the_live_budget_can_no_longer_hold_is_handed_back_and_refused(start):
+    """503 `kv_budget`: for queued work when the budget is lowered, and for new work that the envelope could hold."""
+    own: Server = start("--ctx-size", "8192", "--parallel", "1", "--kv-cache-budget-min", "32Mi").wait_until_serving()
+    chunk = own.state()["kv"]["chunk_bytes"]
+    running = Stream(own, max_tokens=100)
+    wait_for(lambda: running.events)
+    queued = Stream(own, prompt="word " * 2000, max_tokens=4)
+    wait_for(lambda: own.window()["waiting"] == 1)
+    assert own.put(knobs={"kv_cache_budget": 60 * chunk}).status_code == 200
+    queued.join()
+    assert queued.status == 503 and b"request_memory_budget_exceeded" in queued.body
+    refused = own.post("/v1/completions", {"prompt": "word " * 2000, "max_tokens": 4})
+    assert refused.status_code == 503 and refused.json()["error"]["message"] == "request_memory_budget_exceeded"
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert own.window()["refused"]["kv_budget"]["kv"] == 1
+    assert own.post("/v1/completions", {"prompt": "word", "max_tokens": 2}).status_code == 200
+    assert running.join().events[-1] == "[DONE]"

@@ -105,6 +105,7 @@ def command(
     drain_timeout: Annotated[
         float | None, option(OPERATION, "--drain-timeout", min=0, help="Seconds that SIGTERM gives to requests. Default: 120.")
     ] = None,
+    null_model: Annotated[bool, typer.Option("--null-model", hidden=True, help="Ids from a hash, no weights.")] = False,
     log_level: Annotated[str, option(OPERATION, "--log-level", help="debug, info, warning or error.")] = "info",
 ) -> None:
     """Serve MODEL by an OpenAI-compatible API with continuous batching.
@@ -125,7 +126,7 @@ def command(
         kv_cache_budget=kv_cache_budget, kv_cache_budget_min=_bytes("--kv-cache-budget-min", kv_cache_budget_min),
         admission_watermark=0.01 if watermark is None else watermark, max_queue_depth=max_queue_depth or 32,
         page_size=page_size, num_blocks=num_blocks, max_memory_percent=max_memory_percent, prefix_cache=prompt_cache,
-        cache_dir=cache_dir, deterministic=deterministic,
+        cache_dir=cache_dir, deterministic=deterministic, null_model=null_model,
     )  # fmt: skip
     given = {"max_batch_size": max_batch_size, "max_queue_depth": max_queue_depth, "admission_watermark": watermark}
     options = Options(

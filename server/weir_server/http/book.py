@@ -38,6 +38,7 @@ class Book:
         self._running = 0  # rows admitted and not finished, preempted ones included
         self._preempted = 0
         self._queued_tokens = 0
+        self.draining = False  # tells the two reasons of handing back apart
         self.slots: dict[int, LiveRow] = {}  # admitted rows, each at the lowest number that was free
 
     # ---- the queue
@@ -114,7 +115,8 @@ class Book:
         self.seen.tokens(row.seen, event.t, row.text.tokens - before)
 
     def _finished(self, row: LiveRow, event: Finished) -> None:
-        row.end(event.reason, event.message)
+        over_budget = event.reason == "handed_back" and not self.draining
+        row.end(event.reason, f"request_memory_budget_exceeded. {event.message}" if over_budget else event.message)
         del self.rows[row.id, row.choice]
         if row.slot is not None:
             self._running -= 1

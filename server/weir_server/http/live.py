@@ -104,7 +104,7 @@ class Call:
         """The first row that ended neither by itself nor at its limit, as an answer."""
         for row in self.rows:
             if row.reason == "handed_back":
-                return overloaded(f"Handed back before it began: {row.message}", 0, "draining")
+                return overloaded(f"Handed back before it began: {row.message}", 0, "handed_back")
             if row.reason == "cancelled":
                 if self.cancelled_by_request:
                     return ApiError(409, "The request was cancelled.", kind="cancelled", code="cancelled")

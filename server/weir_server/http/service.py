@@ -160,7 +160,7 @@ class Service:
     def begin_drain(self) -> None:
         """Queue nothing new; the engine serves what it has until the drain timeout."""
         if self.drain_deadline is None:
-            self.board.draining = True
+            self.board.draining = self.book.draining = True
             timeout = self.options.drain_timeout()
             self.drain_deadline = self.now() + timeout
             log.info("draining: %d calls in flight, at most %.0f s", len(self.book.calls), timeout)
