@@ -1,4 +1,4 @@
-"""What `weir-operator local` shows: one line for each tick, or a live table on a terminal."""
+"""What `weir-operator local` shows: one line for each tick, or a live screen on a terminal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from weir_operator.tuner.types import PodView, Record, TunerSpec
 from weir_server.contract import HIST_FACTOR, Histogram, Window, hist_edge
@@ -83,22 +85,21 @@ def line(pod: str, seen: Reading | None, spec: TunerSpec, record: Record | None)
     )
 
 
-def table(title: str, pods: Mapping[str, tuple[Reading | None, Record | None]], spec: TunerSpec, history: Any) -> Table:
-    """All pods and the last acts, for a terminal."""
-    out = Table(title=title, expand=True, title_justify="left")
-    for name in ("pod", "running", "waiting", "refused", "TTFT p50 / p95", "TPOT p50 / p95", "knobs", "tuner"):
-        out.add_column(name, overflow="fold")
+def screen(title: str, pods: Mapping[str, tuple[Reading | None, Record | None]], spec: TunerSpec, history: Any) -> Group:
+    """All pods, what the tuner says of each, and its last acts: for a terminal, 80 columns are enough."""
+    out = Table(title=title, title_justify="left", title_style="bold")
+    for name in ("pod", "running", "waiting", "refused", f"TTFT ≤ {_time(spec.ttft)}", f"TPOT ≤ {_time(spec.tpot)}"):
+        out.add_column(name, justify="left" if name == "pod" else "right", no_wrap=True)
+    words = []
     for name, (seen, record) in pods.items():
-        why = f"{record.outcome.value}: {record.reason}" if record else "no decision yet"
-        if seen is None:
-            out.add_row(name, "–", "–", "–", "–", "–", "no answer", why)
-            continue
-        ttft, tpot = (f"{_time(a)} / {_time(b)}" for a, b in (seen.ttft, seen.tpot))
-        out.add_row(
-            name, str(seen.running), str(seen.waiting), str(seen.refused), f"{ttft} (≤ {_time(spec.ttft)})",
-            f"{tpot} (≤ {_time(spec.tpot)})", _knobs(seen.last), why,
-        )
+        words.append(Text(f"{name}: {_knobs(seen.last)}" if seen else f"{name} does not answer", style="cyan"))
+        words.append(Text(f"  {record.outcome.value}: {record.reason}" if record else "  no decision yet"))
+        numbers = (str(seen.running), str(seen.waiting), str(seen.refused)) if seen else ("–",) * 3
+        times = [f"{_time(pair[1])}" for pair in (seen.ttft, seen.tpot)] if seen else ["–", "–"]
+        out.add_row(name, *numbers, *times)
     for entry in list(history)[:5]:
-        changes = ", ".join(f"{k} {a} → {b}" for k, (a, b) in entry.get("changes", {}).items())
-        out.add_row(entry["time"][11:19], "", "", "", "", "", changes, f"{entry['outcome']}: {entry['reason']}", style="dim")
-    return out
+        changes = "".join(f", {knob} {a} → {b}" for knob, (a, b) in entry.get("changes", {}).items())
+        text = f"{entry['time'][11:19]} {entry['pod']} {entry['outcome']}{changes}: {entry['reason']}"
+        words.append(Text(text, style="dim", overflow="ellipsis", no_wrap=True))
+    caption = Text("refused and latencies (95th percentile) over the last tick; Ctrl-C ends everything", style="dim")
+    return Group(out, caption, *words)

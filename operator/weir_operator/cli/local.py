@@ -24,7 +24,7 @@ from weir_operator.api import names
 from weir_operator.api.quantity import parse_duration
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.cli.decision_log import DecisionLog
-from weir_operator.cli.display import line, reading, table
+from weir_operator.cli.display import line, reading, screen
 from weir_operator.io.apply import utc_now
 from weir_operator.io.processes import ServerProcess, WrongInput, free_port, port_taken
 from weir_operator.io.scrape import ControlClient, Endpoint, url_for
@@ -108,7 +108,7 @@ class _Local:
         if self._live:
             history = self._status.get("tuning", {}).get("history", ())
             pods = {name: (r, self._records.get(name)) for name, r in seen.items()}
-            self._live.update(table(f"{subject.resource.metadata.name} · {self._where()}", pods, round_.spec, history))
+            self._live.update(screen(f"{subject.resource.metadata.name} · {self._where()}", pods, round_.spec, history))
         elif ticked:
             for name, r in seen.items():
                 print(line(name, r, round_.spec, self._records.get(name)), flush=True)
@@ -135,8 +135,8 @@ class _Local:
             "processes": [self._process(server) for server in self._servers],
         }
         fresh = self._status_file.with_name(self._status_file.name + f".{os.getpid()}")
+        fresh.touch(mode=0o600)  # it holds the control token
         fresh.write_text(json.dumps(content, indent=1))
-        fresh.chmod(0o600)  # it holds the control token
         fresh.replace(self._status_file)
 
     def _process(self, server: ServerProcess) -> dict[str, Any]:
