@@ -32,6 +32,6 @@ def load(file: Path, fail: Fail, mode: str | None = None) -> InferenceDeployment
     if mode is not None and isinstance(raw.get("spec"), dict):
         raw["spec"]["tuning"] = {**(raw["spec"].get("tuning") or {}), "mode": mode}
     try:
-        return parse(raw)
+        return parse({"apiVersion": None, "metadata": None, **raw})  # an API server would not guess them either
     except SpecError as e:
         fail(f"{file}: {e}")
