@@ -136,7 +136,7 @@ def test_idle_is_silent(parent: Parent) -> None:
     """After a last reading of the memory the child waits for ever: no report comes for as long as we look."""
     parent.send(submit(1))
     parent.until(finished(1))
-    end = time.monotonic() + 4
+    end = time.monotonic() + 2.5
     late = []
     while time.monotonic() < end:
         late += parent.recv(max(0.0, end - time.monotonic()))
