@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from weir_operator.api import names
+from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
@@ -72,22 +73,37 @@ class ClusterSink:
             task.add_done_callback(self._tasks.discard)
 
 
-def subjects(store: Store, key: bytes) -> Iterable[Subject]:
+class Subjects:
     """Every resource that can be read, with the control ports of its own ready pods. Disabled ones too: they get a fallback."""
-    for raw in store.resources():
-        try:
-            resource = parse(dict(raw))
-        except SpecError:
-            continue  # its status says so
-        meta = resource.metadata
-        token = pod_token(key, meta.uid)
-        where = key_of(meta.namespace, meta.name)
-        endpoints = tuple(
-            Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token)
-            for pod in store.pods(where)
-            if is_ready(pod) and pod.get("status", {}).get("podIP") and _belongs(store, pod, meta.uid, where)
-        )
-        yield Subject(where, resource, endpoints, resource.status.get("tuning") or {})
+
+    def __init__(self, store: Store, key: bytes) -> None:
+        self._store, self._key = store, key
+        self._parsed: dict[str, tuple[str, InferenceDeployment | None]] = {}
+
+    def __call__(self) -> Iterable[Subject]:
+        raws = {key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]): raw for raw in self._store.resources()}
+        self._parsed = {where: known for where, known in self._parsed.items() if where in raws}
+        for where, raw in raws.items():
+            if (resource := self._read(where, raw)) is None:
+                continue  # its status says why
+            token = pod_token(self._key, resource.metadata.uid)
+            endpoints = tuple(
+                Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token)
+                for pod in self._store.pods(where)
+                if is_ready(pod) and pod["status"].get("podIP") and _belongs(self._store, pod, resource.metadata.uid, where)
+            )
+            yield Subject(where, resource, endpoints, resource.status.get("tuning") or {})
+
+    def _read(self, where: str, raw: Mapping[str, Any]) -> InferenceDeployment | None:
+        """The typed resource, read once for each version: this runs at every poll."""
+        version, found = raw["metadata"]["resourceVersion"], self._parsed.get(where)
+        if found is None or found[0] != version:
+            try:
+                found = (version, parse(dict(raw)))
+            except SpecError:
+                found = (version, None)
+            self._parsed[where] = found
+        return found[1]
 
 
 def _belongs(store: Store, pod: Mapping[str, Any], uid: str, where: str) -> bool:
@@ -142,7 +158,7 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store, events)
-            tuner = TunerLoop(client, lambda: subjects(store, key), lease.epoch, sink, settings.tuner)
+            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
             writers = [tuner.run(), queue.run(), _resync(reconciler, queue, store, settings.namespaces), heartbeat()]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]

@@ -7,6 +7,7 @@ What differs is given: where the deployments come from (`subjects`), whether thi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +24,7 @@ from weir_operator.tuner.types import Decision, PodView, TunerSpec, TunerState
 
 log = logging.getLogger(__name__)
 
+KNOB_FIELDS = ("maxBatchSize", "maxQueueDepth", "admissionWatermarkPercent")
 _START = time.time() - time.monotonic()
 
 
@@ -64,6 +66,12 @@ class Sink(Protocol):
     def publish(self, subject: Subject, news: TuningReport) -> None: ...
 
 
+def _forget_gauges(key: str, pod: str) -> None:
+    for knob in KNOB_FIELDS:
+        with contextlib.suppress(KeyError):
+            KNOB.remove(*key.split("/", 1), pod, knob)
+
+
 class TunerLoop:
     """Steers every subject each poll interval; one that fails or hangs does not hold up the others."""
 
@@ -101,6 +109,8 @@ class TunerLoop:
         steering = self._steerings.setdefault(subject.key, Steering.resumed(subject.saved))
         spec = tuner_spec(subject.resource.spec, self._settings.tick, self._settings.poll)
         names = {e.name for e in subject.endpoints}
+        for gone in set(steering.pods) - names:
+            _forget_gauges(subject.key, gone)
         steering.pods = {name: steering.pods.get(name) or Pod() for name in sorted(names)}
         now = self._clock()
         await asyncio.gather(*(poll(self._client, e, steering.pods[e.name], now) for e in subject.endpoints))
@@ -161,9 +171,8 @@ class TunerLoop:
             tuple(name for name, pod in pods.items() if pod.other_contract),
         )
         for entry in news.status["pods"]:
-            for knob, value in entry["knobs"].items():
-                if isinstance(value, int):
-                    KNOB.labels(*subject.key.split("/", 1), entry["name"], knob).set(value)
+            for knob in KNOB_FIELDS:
+                KNOB.labels(*subject.key.split("/", 1), entry["name"], knob).set(entry["knobs"][knob])
         seen = {"tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift}
         if seen != steering.published:
             steering.published, steering.published_at = seen, now
