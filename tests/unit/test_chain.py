@@ -84,8 +84,9 @@ def test_old_steps_are_forgotten():
 def drawn(model: Model, ttft: float, tpot: float, batch: int, depth: int, seed: int, events: int = 400_000) -> float:
     """Goodput of the same pod by drawing arrivals and departures one by one."""
     rng = random.Random(seed)
-    lam, y = model.mix.offered, [model.plant.a + model.slope * n for n in range(batch + 1)]
-    rate = [n / (model.mix.output * y[n]) for n in range(batch + 1)]
+    p, m = model.plant, model.mix
+    lam, y = m.offered, [p.a + (p.b + p.c * m.context + p.p * m.prefill) * n for n in range(batch + 1)]
+    rate = [n / (m.output * y[n]) for n in range(batch + 1)]
     present, t, queue, good = 0, 0.0, [], 0
     for _ in range(events):
         total = lam + rate[min(present, batch)]

@@ -211,6 +211,18 @@ def test_while_a_cut_drains_no_second_one_follows():
     assert len([m for m in loop.moves if m.emergency]) == 1
 
 
+def test_polls_from_before_the_cut_was_in_force_do_not_ask_for_another():
+    loop = steady()
+    loop.pod.slowdown, loop.pod.effective_lag = 5.0, True
+    loop.run(20)  # cut, and still draining
+    loop.pod.effective_lag = False
+    loop.pod.set(loop.moves[-1].knobs)
+    loop.poll()  # one slow poll before, one after it came into force
+    loop.pod.slowdown = 1.0
+    loop.run(20)
+    assert len([m for m in loop.moves if m.emergency]) == 1
+
+
 def test_long_steps_that_the_plant_explains_are_no_collapse():
     """Mistake 1 of the sketch: steps that carry a prefill chunk were blamed on the batch."""
     loop = steady()
@@ -271,7 +283,7 @@ def test_some_tax_raises_the_watermark_by_two_percent_up_to_ten():
 @pytest.mark.parametrize(("slope", "cut"), [(0.05, True), (0.0005, False)])
 def test_at_the_top_the_batch_is_cut_only_where_the_tax_is_dearer_than_the_slots(slope, cut):
     """Where steps cost by the row a cut loses little; where the intercept dominates it loses the slots' whole share."""
-    plant = Plant(0.002, slope, 0.0, 0.0, 64)
+    plant = Plant(0.05, slope, 0.0, 0.0, 64)
     pod = FlowPod(plant, with_boot(max_batch_size=16, max_queue_depth=2, admission_watermark=0.10), offered=20.0)
     spec = replace(SPEC, ttft=99.0, tpot=9.0, bounds={"max_batch_size": (1, 16), "max_queue_depth": (2, 2)})
     loop = started(pod, spec, seconds=60)
