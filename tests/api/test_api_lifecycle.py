@@ -98,12 +98,19 @@ def test_when_the_engine_dies_every_stream_is_told_and_the_server_exits_1(start)
     assert "Traceback" not in own.output()
 
 
-def test_when_the_parent_is_killed_the_engine_goes_too(start):
-    own: Server = start(*SMALL).wait_until_serving()
-    child = own.child()
+def test_when_the_parent_is_killed_the_engine_goes_too_and_the_next_start_takes_less_memory(start, tmp_path: Path):
+    flags = (*SMALL, "--state-dir", str(tmp_path))
+    own: Server = start(*flags).wait_until_serving()
+    child, budget, chunk = own.child(), own.state()["boot"]["kv_cache_budget"], own.state()["kv"]["chunk_bytes"]
+    wait_for(lambda: list(tmp_path.iterdir()))
     own.process.kill()
     own.process.wait(10)
     wait_for(lambda: not alive(child), 10)
+    again: Server = start(*flags).wait_until_serving()
+    assert again.state()["boot"]["kv_cache_budget"] == int(budget * 0.85) // chunk * chunk
+    again.process.send_signal(signal.SIGTERM)
+    assert again.process.wait(20) == 0
+    assert not list(tmp_path.iterdir()), "a clean end leaves no marker"
 
 
 @pytest.mark.parametrize(("sig", "delay"), [(signal.SIGTERM, 0.3), (signal.SIGTERM, 1.5), (signal.SIGINT, 1.0)])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 import requests
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
+from prometheus_client.parser import text_string_to_metric_families as text_families
 from serving import NAME, Server
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
@@ -151,13 +153,14 @@ def test_models(client: openai.OpenAI, server: Server):
     assert e.value.code == "model_not_found"
 
 
-def test_a_model_name_with_slash_quote_and_backslash(start):
-    """ollama/ollama#10139 and headroomlabs-ai/headroom#2463: found by every spelling of its path, and escaped in labels."""
-    from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
-    from prometheus_client.parser import text_string_to_metric_families as text
-
+def test_a_fresh_server_with_an_odd_name(start):
+    """First all series at 0 (trallnag/prometheus-fastapi-instrumentator#25), then the name by every spelling of its path and
+    escaped in labels (ollama/ollama#10139, headroomlabs-ai/headroom#2463). One server for both, since a start takes seconds.
+    """
     name = 'acme/ti"ny\\x:q4'
     own = start("--served-model-name", name, "--ctx-size", "4096").wait_until_serving()
+    for base in (own.url, own.control):
+        every_series_is_there_at_zero(base)
     client = openai.OpenAI(base_url=own.url + "/v1", api_key="none", max_retries=0)
     assert [m.id for m in client.models.list()] == [name]
     assert client.models.retrieve(name).id == name
@@ -166,39 +169,35 @@ def test_a_model_name_with_slash_quote_and_backslash(start):
     missing = requests.get(own.url + "/v1/models/acme")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "model_not_found"
     for bad in ('no"such\n# EOF', "\\"):
-        assert requests.post(own.url + "/v1/completions", json={"model": bad, "prompt": "x"}).status_code == 404
+        assert own.post("/v1/completions", {"model": bad, "prompt": "x"}).status_code == 404
     plain = requests.get(own.url + "/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
     om = requests.get(own.url + "/metrics", headers={"Accept": "application/openmetrics-text"})
     assert om.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert om.text.count("# EOF") == 1
-    for parse, body in ((text, plain.text), (openmetrics, om.text)):
-        names = {s.labels["model_name"] for f in parse(body) for s in f.samples if "model_name" in s.labels}
-        assert names == {name}
+    for families in (text_families(plain.text), openmetrics_families(om.text)):
+        samples = [s for f in families for s in f.samples]
+        assert {s.labels["model_name"] for s in samples if "model_name" in s.labels} == {name}
+        assert any(s.name == "vllm:num_requests_running" for s in samples)
 
 
-def test_every_series_is_there_before_its_first_event(start):
-    """trallnag/prometheus-fastapi-instrumentator#25. Both ports, both formats, no request served."""
-    from prometheus_client.parser import text_string_to_metric_families as text
-
-    own = start("--ctx-size", "4096").wait_until_serving()
-    for base in (own.url, own.control):
-        families = {f.name: f for f in text(requests.get(base + "/metrics").text)}
-        rejected = {(s.labels["reason"], s.labels["bound"]): s.value for s in families["weir_requests_rejected"].samples}
-        assert {b for r, b in rejected if r == "queue_full"} == {"slots", "kv", "prefill", "drain"}
-        assert {r for r, _ in rejected} == {"queue_full", "draining", "kv_budget", "kv_impossible", "context_length", "invalid"}
-        assert set(rejected.values()) == {0.0}
-        assert len(families["weir_requests_finished"].samples) == 5
-        reasons = {s.labels["finished_reason"] for s in families["vllm:request_success"].samples}
-        assert {"stop", "length", "abort", "error"} <= reasons
-        assert families["vllm:num_requests_waiting"].samples[0].value == 0
-        histograms = [f for f in families.values() if f.type == "histogram"]
-        assert len(histograms) == 13
-        for h in histograms:
-            assert {s.value for s in h.samples} == {0.0}, h.name
-            assert any(s.labels.get("le") == "+Inf" for s in h.samples)
-        for f in families.values():
-            assert all(s.value == s.value for s in f.samples), f.name
+def every_series_is_there_at_zero(base: str) -> None:
+    families = {f.name: f for f in text_families(requests.get(base + "/metrics").text)}
+    rejected = {(s.labels["reason"], s.labels["bound"]): s.value for s in families["weir_requests_rejected"].samples}
+    assert {b for r, b in rejected if r == "queue_full"} == {"slots", "kv", "prefill", "drain"}
+    assert {r for r, _ in rejected} == {"queue_full", "draining", "kv_budget", "kv_impossible", "context_length", "invalid"}
+    assert set(rejected.values()) == {0.0}
+    assert len(families["weir_requests_finished"].samples) == 5
+    reasons = {s.labels["finished_reason"] for s in families["vllm:request_success"].samples}
+    assert {"stop", "length", "abort", "error"} <= reasons
+    assert families["vllm:num_requests_waiting"].samples[0].value == 0
+    histograms = [f for f in families.values() if f.type == "histogram"]
+    assert len(histograms) == 13
+    for h in histograms:
+        assert {s.value for s in h.samples} == {0.0}, h.name
+        assert any(s.labels.get("le") == "+Inf" for s in h.samples)
+    for f in families.values():
+        assert all(s.value == s.value for s in f.samples), f.name
 
 
 def test_health_slots_and_cache(server: Server):

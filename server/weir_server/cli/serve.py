@@ -102,6 +102,9 @@ def command(
     ] = None,
     slo_ttft: Annotated[float | None, option(OPERATION, "--slo-ttft", help="Objective in seconds. Default: 2.")] = None,
     slo_tpot: Annotated[float | None, option(OPERATION, "--slo-tpot", help="Objective in seconds. Default: 0.08.")] = None,
+    state_dir: Annotated[
+        str | None, option(OPERATION, "--state-dir", help="After an unclean exit start with 0.85 of the KV budget kept there.")
+    ] = None,
     drain_timeout: Annotated[
         float | None, option(OPERATION, "--drain-timeout", min=0, help="Seconds that SIGTERM gives to requests. Default: 120.")
     ] = None,
@@ -134,6 +137,7 @@ def command(
         body_limit=body_limit, drain_timeout=lambda: _drain_timeout(drain_timeout, boot_file, file),
         initial={k: v for k, v in file.initial.items() if given.get(k) is None},
         api_keys=read_keys(api_key, api_key_file), token_file=control_token_file, metrics=not no_metrics,
+        state_dir=state_dir,
     )  # fmt: skip
     addresses = Addresses(host, port, control_host, control_port)
     name = served_model_name or path.name.removesuffix(".gguf")

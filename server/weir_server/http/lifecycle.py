@@ -132,6 +132,7 @@ async def _run(service: Service, signals: Signals) -> int:
     try:
         await asyncio.wait({watch, end}, return_when=asyncio.FIRST_COMPLETED)
         if not watch.done():
+            service.marker.remove()
             return end.result()
         log.error("%s", service.failed)
         with contextlib.suppress(TimeoutError):

@@ -21,6 +21,7 @@ from weir_server.http.errors import ApiError, overloaded
 from weir_server.http.gate import is_full, retry_after
 from weir_server.http.knobs import KnobBoard, within
 from weir_server.http.live import Call
+from weir_server.http.marker import Marker
 from weir_server.http.observe import Observations
 from weir_server.http.window import build_window
 from weir_server.link.messages import Drain, Ready, Report, SetKnobs
@@ -55,6 +56,7 @@ class Options:
     api_keys: tuple[bytes, ...] = ()
     token_file: str | None = None
     metrics: bool = True
+    state_dir: str | None = None  # where the marker of an unclean exit is kept
 
 
 class Busy(Exception):
@@ -80,7 +82,11 @@ class Service:
     def __post_init__(self) -> None:
         r = self.ready
         instance = str(uuid.uuid4())
-        boot = r.boot.merged(within(r.envelope, self.options.initial, r.geometry.chunk_bytes))
+        self.marker = Marker(self.options.state_dir)
+        initial = dict(self.options.initial)
+        if (budget := self.marker.start_budget()) is not None:
+            initial["kv_cache_budget"] = min(budget, initial.get("kv_cache_budget", budget))
+        boot = r.boot.merged(within(r.envelope, initial, r.geometry.chunk_bytes))
         self.board = KnobBoard(instance, r.envelope, boot, self.options.slo, r.geometry.chunk_bytes)
         self.seen = Observations(self.options.slo, r.context_per_slot, self.now())
         self.book = Book(self.model.tokenizer, self.seen, r.boot, r.geometry, r.plant, self.engine.send)
@@ -150,8 +156,9 @@ class Service:
         self.seen.set_slo(self.board.slo)
 
     def tick(self) -> None:
-        """Twice a second: leases end, and rows that are silent are noticed."""
+        """Twice a second: leases end, rows that are silent are noticed, the marker is kept up."""
         now = self.now()
+        self.marker.note(self.effective.kv_cache_budget)
         if self.board.tick(now):
             log.warning("the lease expired; back to the fallback: %s", _in_words(self.board.target))
             self.push_knobs()
