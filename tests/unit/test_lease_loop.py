@@ -1,0 +1,134 @@
+"""The Lease by a clock that the test moves: who may write when, and the epoch that fences the knobs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+
+from weir_operator.io.kube import ApiError
+from weir_operator.loops import lease as module
+from weir_operator.loops.lease import LEASE_SECONDS, MARGIN, LeaseLoop
+
+CREATED, SECOND = "2026-01-02T03:04:05Z", 1767323045
+
+
+class Server:
+    """One Lease behind an API server that checks resourceVersions."""
+
+    def __init__(self) -> None:
+        self.lease: dict[str, Any] | None = None
+        self.version = 0
+        self.down = False
+
+    def _store(self, meta: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+        self.version += 1
+        known = {**meta, "resourceVersion": str(self.version), "creationTimestamp": CREATED}
+        self.lease = {"metadata": known, "spec": dict(spec)}
+        return self.lease
+
+    async def get(self, kind: str, namespace: str, name: str) -> dict[str, Any] | None:
+        if self.down:
+            raise ApiError(503, "ServiceUnavailable", "down")
+        return self.lease
+
+    async def create_lease(self, namespace: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+        return self._store({"namespace": namespace, "name": name}, spec)
+
+    async def update_lease(self, lease: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
+        if self.lease is None or lease["metadata"]["resourceVersion"] != self.lease["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", "changed")
+        return self._store(lease["metadata"], spec)
+
+
+class Bench:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.server, self.led = 1000.0, Server(), []
+        monkeypatch.setattr(module, "clock", lambda: self.now)
+
+    def replica(self, name: str) -> LeaseLoop:
+        server: Any = self.server
+        return LeaseLoop(server, server, "ns", name, lambda: self.led.append(name))
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
+    return Bench(monkeypatch)
+
+
+async def turn(loop: LeaseLoop) -> None:
+    with contextlib.suppress(ApiError):
+        await loop._turn()
+
+
+async def test_the_hold_ends_before_another_may_take_it(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    await turn(a)
+    await turn(b)
+    assert (a.held(), b.held()) == (True, False)
+    bench.now += LEASE_SECONDS - MARGIN  # a sleeps: by its own clock it may no longer write …
+    assert not a.held()
+    assert a.epoch() is None
+    await turn(b)  # … while nobody else may yet
+    assert not b.held()
+    bench.now += MARGIN
+    await turn(b)
+    assert b.held()
+    await turn(a)
+    assert not a.held()
+    assert bench.led == ["a", "b"]
+
+
+async def test_a_renewed_lease_is_not_taken(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    for _ in range(20):
+        await turn(a)
+        await turn(b)
+        bench.now += 5
+        assert a.held()
+    assert bench.led == ["a"]
+
+
+async def test_the_epoch_grows_with_every_change_of_hands_and_stays_while_renewed(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    await turn(a)
+    first = a.epoch()
+    assert first == SECOND * 2**16
+    bench.now += 5
+    await turn(a)
+    assert a.epoch() == first
+    await a._give_back()
+    assert a.epoch() is None
+    await turn(b)  # at once, since it was given back
+    assert b.epoch() == first + 1
+    bench.now += 100  # b slept through its own lease and nobody took it
+    await turn(b)
+    assert b.epoch() == first + 2
+
+
+async def test_an_api_server_that_is_away_ends_the_hold_in_time(bench: Bench) -> None:
+    a = bench.replica("a")
+    await turn(a)
+    bench.server.down = True
+    bench.now += 5
+    await turn(a)
+    assert a.held()
+    bench.now += 8
+    await turn(a)
+    assert not a.held()
+    bench.server.down = False
+    await turn(a)
+    assert a.held()
+
+
+async def test_of_two_that_reach_for_a_free_lease_one_gets_it(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    await turn(a)
+    await a._give_back()
+    stale = bench.server.lease
+    await turn(a)
+    with pytest.raises(ApiError):
+        await bench.server.update_lease(stale, {})
+    await turn(b)
+    assert (a.held(), b.held()) == (True, False)
