@@ -7,12 +7,14 @@ Sources: apimachinery `resource.ParseQuantity` (decimal and binary suffixes, dec
 from __future__ import annotations
 
 import re
-from decimal import Decimal
+from decimal import Context, Decimal
 
 _SUFFIX = {
     **{s: Decimal(1024) ** i for i, s in enumerate(("", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"))},
     **{s: Decimal(1000) ** i for i, s in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), start=-3)},
 }
+_EXACT = Context(prec=100)
+"""The default's 28 digits round a long number with a large suffix."""
 _QUANTITY = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))(?:([eE][+-]?[0-9]{1,3})|([KMGTPE]i|[numkMGTPE]?))")
 
 _UNIT = {"ns": "1e-9", "us": "1e-6", "µs": "1e-6", "ms": "1e-3", "s": "1", "m": "60", "h": "3600"}
@@ -27,7 +29,7 @@ def parse_quantity(text: str) -> Decimal:
     if not match:
         raise ValueError(f"{text!r} is not a quantity; write for example 512Mi, 2Gi, 1.5G or a number of bytes")
     number, exponent, suffix = match.groups()
-    return Decimal(number + exponent) if exponent else Decimal(number) * _SUFFIX[suffix or ""]
+    return Decimal(number + exponent) if exponent else _EXACT.multiply(Decimal(number), _SUFFIX[suffix or ""])
 
 
 def parse_bytes(text: str) -> int:
