@@ -17,7 +17,7 @@ from weir_bench.servers import weir
 
 POOL = 512 << 20
 ALLOWANCE = 400_000_000
-PROMPT, OUTPUT = 900, 40
+PROMPT, OUTPUT = 900, 8
 
 
 def anonymous(pid: int) -> int:

@@ -69,7 +69,7 @@ async def vegeta(server: Running, program: Path) -> dict[str, Any]:
     attack = ["nice", f"-n{NICE}", program, "attack", "-format=json", *pace]
 
     def run() -> dict[str, Any]:
-        shots = subprocess.run(attack, input=json.dumps(target).encode(), capture_output=True, check=True, timeout=120)
+        shots = subprocess.run(attack, input=f"{json.dumps(target)}\n".encode(), capture_output=True, check=True, timeout=120)
         report = [program, "report", "-type=json"]
         return json.loads(subprocess.run(report, input=shots.stdout, capture_output=True, check=True, timeout=60).stdout)
 
