@@ -77,7 +77,7 @@ def test_frequencies_follow_the_probabilities() -> None:
     assert chi2 < 30  # 7 degrees of freedom: p < 1e-4
 
 
-def test_nucleus_wider_than_the_first_cut_is_whole() -> None:
+def test_a_nucleus_wider_than_every_cut_is_whole() -> None:
     flat = torch.zeros(1, 5000)
     tokens = {sample(flat.clone(), [draw(top_p=0.9, seed=s)])[0].token for s in range(300)}
     assert len(tokens) > 250

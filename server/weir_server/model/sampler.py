@@ -18,8 +18,8 @@ from weir_server.link.messages import Sampling, TokenLogprobs
 LOWEST_LOGPROB = -9999.0
 """What −∞ becomes on the wire: JSON has no infinity. OpenAI's value."""
 
-_FIRST_CUT = 256
-"""Candidates looked at before the whole vocabulary is sorted for top-p; almost always enough."""
+_CUTS = (256, 4096)
+"""Candidates looked at before the whole vocabulary is sorted for top-p; the first is almost always enough."""
 
 
 @dataclass(slots=True)
@@ -122,7 +122,7 @@ def _at_least(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
     """The least weight in the smallest set of best tokens whose share reaches `top_p` (arXiv 1904.09751)."""
     wanted = top_p * weights.sum(dtype=torch.float64)
-    for count in (min(_FIRST_CUT, len(weights)), len(weights)):
+    for count in (*(cut for cut in _CUTS if cut < len(weights)), len(weights)):
         best = weights.topk(count).values
         reached = (best.cumsum(-1, dtype=torch.float64) >= wanted).nonzero()
         if len(reached):

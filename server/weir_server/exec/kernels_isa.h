@@ -1,0 +1,159 @@
+/* The inner loops of kernels.c, included once for each instruction set with these defined: NAME(x), TARGET (attribute), LANES
+ * (floats of a vector; a divisor of TILE). */
+
+enum { NAME(PARTS) = TILE / LANES };
+typedef float NAME(vec) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define vec NAME(vec)
+#define ints NAME(ints)
+#define load(p) (*(const vec *)(p))
+#define store(p, v) (*(vec *)(p) = (v))
+#define EACH_PART UNROLL for (int i = 0; i < NAME(PARTS); i++)
+#define EACH_QUERY UNROLL for (int n = 0; n < N; n++)
+
+TARGET INLINE vec NAME(larger)(vec a, vec b) {
+    ints m = a > b;
+    return (vec)(((ints)a & m) | ((ints)b & ~m));
+}
+
+TARGET INLINE float NAME(sum)(vec v) {
+    float s = 0;
+    for (int i = 0; i < LANES; i++) s += v[i];
+    return s;
+}
+
+/* exp for x <= 88, to about 1 ulp: x = n ln2 + r, polynomial in r (Cephes expf). */
+TARGET INLINE vec NAME(exp)(vec x) {
+    const vec zero = {0}, round = zero + 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer */
+    x = NAME(larger)(x, zero - 87.0f);
+    vec n = x * 1.44269504088896341f + round;
+    ints e = (ints)n << 23;
+    n -= round;
+    vec r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    vec p = zero + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    return (vec)((ints)p + e);
+}
+
+/* ------------------------------------------------------------------------------------------------ RMSNorm, SiLU */
+
+TARGET static void NAME(rms_norm_row)(const float *x, float *residual, const float *weight, float *out, int n, float eps) {
+    vec squares = {0};
+    for (int i = 0; i < n; i += LANES) {
+        vec v = load(residual + i);
+        if (x) store(residual + i, v += load(x + i));
+        squares += v * v;
+    }
+    float scale = 1.0f / __builtin_sqrtf(NAME(sum)(squares) / n + eps);
+    for (int i = 0; i < n; i += LANES) store(out + i, load(residual + i) * scale * load(weight + i));
+}
+
+TARGET static void NAME(silu_mul_row)(const float *gate, const float *up, float *out, int n) {
+    for (int i = 0; i < n; i += LANES) {
+        vec g = load(gate + i);
+        store(out + i, g / (NAME(exp)(-g) + 1.0f) * load(up + i));
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------ attention */
+
+/* Rotate a token's queries (scaled by dim^-1/2) and keys in place, and put keys and values into their page. */
+TARGET static void NAME(append_token)(const Attention *a, float *qkv, int t) {
+    int half = a->dim / 2, position = a->positions[t], slot = position % a->page;
+    const int32_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
+    const float *cos = a->cos + (int64_t)position * half, *sin = a->sin + (int64_t)position * half;
+    float *q = qkv + (int64_t)t * (a->heads + 2 * a->kv_heads) * a->dim, *k = q + a->heads * a->dim;
+    float scale = 1.0f / __builtin_sqrtf(a->dim);
+    for (int h = 0; h < a->heads; h++) rotate(q + h * a->dim, cos, sin, half, scale);
+    for (int h = 0; h < a->kv_heads; h++, k += a->dim) {
+        rotate(k, cos, sin, half, 1.0f);
+        float *keys = page_of(a, table, position / a->page, h);
+        for (int d = 0; d < a->dim; d++) keys[d * a->page + slot] = k[d];
+        memcpy(keys + a->half + slot * a->dim, k + a->kv_heads * a->dim, a->dim * sizeof(float));
+    }
+}
+
+/* Scores of N queries against TILE keys that lie across: scores[n][.] = sum over d of q[n][d] k[d][.] */
+TARGET INLINE void NAME(score_keys)(const int N, const float *const *q, const float *keys, int page, int dim, float *scores,
+                                    int64_t stride) {
+    vec s[MAX_QUERIES][NAME(PARTS)];
+    EACH_QUERY EACH_PART s[n][i] = (vec){0};
+    for (int d = 0; d < dim; d++) {
+        vec k[NAME(PARTS)];
+        EACH_PART k[i] = load(keys + d * page + i * LANES);
+        EACH_QUERY EACH_PART s[n][i] += k[i] * q[n][d];
+    }
+    EACH_QUERY EACH_PART store(scores + n * stride + i * LANES, s[n][i]);
+}
+
+/* out[n][TILE features] += sum over `count` keys of p[n][key] v[key] */
+TARGET INLINE void NAME(add_values)(const int N, const float *p, int64_t stride, const float *values, int dim, int count,
+                                    float (*out)[TILE]) {
+    vec o[MAX_QUERIES][NAME(PARTS)];
+    EACH_QUERY EACH_PART o[n][i] = load(out[n] + i * LANES);
+    for (int j = 0; j < count; j++) {
+        vec v[NAME(PARTS)];
+        EACH_PART v[i] = load(values + j * dim + i * LANES);
+        EACH_QUERY EACH_PART o[n][i] += v[i] * p[n * stride + j];
+    }
+    EACH_QUERY EACH_PART store(out[n] + i * LANES, o[n][i]);
+}
+
+/* scores[0 … length) → exp(score - max), zeros up to `padded`; returns 1 / sum. */
+TARGET INLINE float NAME(soften)(float *scores, int length, int padded) {
+    for (int j = length; j < padded; j++) scores[j] = LOWEST;
+    vec top = (vec){0} + LOWEST, total = {0};
+    for (int j = 0; j < padded; j += LANES) top = NAME(larger)(load(scores + j), top);
+    float most = top[0];
+    for (int i = 1; i < LANES; i++) most = top[i] > most ? top[i] : most;
+    for (int j = 0; j < padded; j += LANES) store(scores + j, NAME(exp)(load(scores + j) - most));
+    for (int j = length; j < padded; j++) scores[j] = 0;
+    for (int j = 0; j < padded; j += LANES) total += load(scores + j);
+    return 1.0f / NAME(sum)(total);
+}
+
+/* N queries of one row that share a KV head; lengths[n] positions are seen by query n, `longest` by any. */
+TARGET INLINE void NAME(attend_n)(const int N, const Attention *a, const int32_t *table, int head, const float *const *q,
+                                  const int *lengths, int longest, float *const *out, float *scores) {
+    int64_t stride = a->scratch_stride / MAX_QUERIES;
+    int padded = (longest + TILE - 1) / TILE * TILE;
+    for (int j = 0; j < longest; j += TILE) {
+        const float *keys = page_of(a, table, j / a->page, head) + j % a->page;
+        NAME(score_keys)(N, q, keys, a->page, a->dim, scores + j, stride);
+    }
+    float inverse[MAX_QUERIES];
+    for (int n = 0; n < N; n++) inverse[n] = NAME(soften)(scores + n * stride, lengths[n], padded);
+    for (int d = 0; d < a->dim; d += TILE) {
+        float sums[MAX_QUERIES][TILE] = {{0}};
+        for (int j = 0; j < longest; j += a->page) {
+            int count = longest - j < a->page ? longest - j : a->page;
+            const float *values = page_of(a, table, j / a->page, head) + a->half + d;
+            NAME(add_values)(N, scores + j, stride, values, a->dim, count, sums);
+        }
+        EACH_QUERY EACH_PART store(out[n] + d + i * LANES, load(sums[n] + i * LANES) * inverse[n]);
+    }
+}
+
+#define CASE(N) case N: NAME(attend_n)(N, a, table, head, q, lengths, longest, out, scores); break;
+TARGET static void NAME(attend)(int N, const Attention *a, const int32_t *table, int head, const float *const *q,
+                                const int *lengths, int longest, float *const *out, float *scores) {
+    switch (N) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+}
+#undef CASE
+
+static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(silu_mul_row), NAME(append_token), NAME(attend)};
+
+#undef vec
+#undef ints
+#undef load
+#undef store
+#undef EACH_PART
+#undef EACH_QUERY
+#undef NAME
+#undef TARGET
+#undef LANES
