@@ -52,7 +52,7 @@ def run(
     )] = None,
     server_image: Annotated[str, typer.Option(
         "--server-image", envvar="WEIR_SERVER_IMAGE", help="Image of the servers where a resource names none.",
-    )] = "ghcr.io/weir-dev/weir-server:0.1.0",
+    )] = "localhost/weir-server:dev",
     health_port: Annotated[int, typer.Option(
         "--health-port", envvar="WEIR_HEALTH_PORT", min=0, max=65535, help="Serves /healthz, /readyz and /metrics.",
     )] = 8082,
