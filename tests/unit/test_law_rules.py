@@ -87,6 +87,13 @@ def test_a_rare_row_every_ten_seconds_is_gathered_until_it_says_enough():
     assert loop.moves and loop.moves[0].knobs["max_batch_size"] > 4
 
 
+def test_rows_that_outlast_a_tick_are_not_taken_for_short_ones():
+    """Two rows at a time, 400 s each: ticks that finish a row are rare, and those alone would say 30 tokens a row."""
+    pod = FlowPod(Plant(0.9, 0.05, 0.0, 0.0, 64), boot=with_boot(max_batch_size=8), offered=0.02, output=400, prompt=16)
+    loop = started(pod, replace(SPEC, ttft=60.0, tpot=9.0), seconds=1800)
+    assert loop.me.mix is not None and loop.me.mix.output == pytest.approx(400, rel=0.25)
+
+
 # ---------------------------------------------------------------- missing data
 
 def test_nothing_moves_on_missing_windows():

@@ -55,7 +55,7 @@ def _unread(known: PodState | None, view: PodView, now: float) -> Step:
 def _tick(case: Case) -> Step:
     evidence = gather(case.windows, case.spec.tick_seconds)
     if evidence is not None and not case.stale:
-        case = replace(case, state=learn.absorb(case.state, case.windows, evidence.source))
+        case = replace(case, state=learn.absorb(case.state, case.windows, evidence))
         case = replace(case, state=watch(case))
     if case.frozen:
         return hold(case, Outcome.FROZEN, case.frozen)

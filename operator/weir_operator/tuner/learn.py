@@ -9,7 +9,7 @@ from dataclasses import replace
 from weir_operator.tuner import chain, mix, plant
 from weir_operator.tuner.chain import Model
 from weir_operator.tuner.types import Mix, PodState
-from weir_operator.tuner.window import Span
+from weir_operator.tuner.window import Evidence, Span
 from weir_server.contract import Plant, Window
 
 SAMPLES = 600.0
@@ -24,8 +24,12 @@ def unseen(state: PodState, windows: Sequence[Window]) -> list[Window]:
     return list(windows[first:])
 
 
-def absorb(state: PodState, windows: Sequence[Window], source: str) -> PodState:
-    """The state after one more tick. An idle tick changes nothing: what was learned stays."""
+def absorb(state: PodState, windows: Sequence[Window], evidence: Evidence) -> PodState:
+    """The state after one more tick. An idle tick changes nothing: what was learned stays.
+
+    Steps are taken from what is new. The traffic is taken from the evidence, which reaches back until rows have finished: where
+    a row outlasts a tick, ticks that finish none would be left out and rows would look short.
+    """
     new = unseen(state, windows)
     if len(new) < 2:
         return state
@@ -33,14 +37,14 @@ def absorb(state: PodState, windows: Sequence[Window], source: str) -> PodState:
     state = replace(state, seen=span.new.monotonic)
     if span.steps <= 0:
         return state
-    traffic, shifted = mix.smooth(state.mix, mix.observe(span), span.offered)
+    traffic, shifted = mix.smooth(state.mix, mix.observe(evidence.span), evidence.span.offered)
     state = replace(state, sums=plant.forget(state.sums, span.sums), mix=traffic)
     if shifted:
         state = replace(state, prefill={}, direction=0, reversal_ticks=0, misses=0)
     fitted = plant.fit(state.sums, state.prior)
     if fitted is None or traffic is None:
         return state
-    return _spreads(state, Model(fitted, traffic, {}, {}), windows, len(new) - 1, source)
+    return _spreads(state, Model(fitted, traffic, {}, {}), windows, len(new) - 1, evidence.source)
 
 
 def _spreads(state: PodState, model: Model, windows: Sequence[Window], fresh: int, source: str) -> PodState:

@@ -56,6 +56,9 @@ class Choice:
 
 def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     """The best setting within reach, else one step towards a better one beyond it, else the present one."""
+    present = goodputs(model, ttft, tpot, reach.batch, reach.depth)[reach.depth]
+    if GAIN * present >= model.mix.offered:  # goodput cannot exceed what is offered: nothing can gain enough
+        return Choice(reach.batch, reach.depth, present, present)
     near = _best(model, ttft, tpot, reach, _batches(model, reach, *_near(reach)), 2 * max(1, reach.depth))
     real = near.goodput >= NIL * model.mix.offered
     if real and near.gains and not near.stays(reach):
