@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from aiohttp import web
 
 from weir_server.http.auth import OPEN, require, token_in
 from weir_server.http.control import CONTROL
-from weir_server.http.errors import json_errors
+from weir_server.http.errors import BODY_LIMIT, json_errors
 from weir_server.http.generate import chat, completions
 from weir_server.http.keys import SERVICE
 from weir_server.http.metrics import registry_of
@@ -21,7 +22,7 @@ CONTROL_BODY = 64 * 1024
 def client_app(service: Service) -> web.Application:
     options = service.options
     guard = [require(lambda: options.api_keys, OPEN)] if options.api_keys else []
-    app = web.Application(middlewares=[json_errors, *guard], client_max_size=options.body_limit)
+    app = _app(guard, options.body_limit)
     app.add_routes([web.post("/v1/chat/completions", chat), web.post("/v1/completions", completions), *LOOKING])
     return _with(app, service)
 
@@ -29,9 +30,15 @@ def client_app(service: Service) -> web.Application:
 def control_app(service: Service) -> web.Application:
     file = service.options.token_file
     guard = [require(functools.partial(token_in, file))] if file else []
-    app = web.Application(middlewares=[json_errors, *guard], client_max_size=CONTROL_BODY)
+    app = _app(guard, CONTROL_BODY)
     app.add_routes(CONTROL)
     return _with(app, service)
+
+
+def _app(guard: list[Any], body_limit: int) -> web.Application:
+    app = web.Application(middlewares=[json_errors, *guard], client_max_size=body_limit)
+    app[BODY_LIMIT] = body_limit
+    return app
 
 
 def _with(app: web.Application, service: Service) -> web.Application:

@@ -10,6 +10,7 @@ from aiohttp import web
 from weir_server.contract import BUSY_BODY
 
 JSON = "application/json"
+BODY_LIMIT = web.AppKey("body_limit", int)
 BUSY = orjson.dumps(BUSY_BODY)
 
 
@@ -64,7 +65,7 @@ async def json_errors(request: web.Request, handler: Any) -> web.StreamResponse:
     except ApiError as e:
         return e.response()
     except web.HTTPRequestEntityTooLarge:
-        limit = request.app._client_max_size
+        limit = request.app[BODY_LIMIT]
         return ApiError(413, f"The request body is larger than the limit of {limit} bytes.", code="body_too_large").response()
     except web.HTTPMethodNotAllowed as e:
         allowed = ", ".join(sorted(e.allowed_methods))
