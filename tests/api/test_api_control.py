@@ -9,6 +9,7 @@ import requests
 from serving import Server, Stream, wait_for
 
 from weir_server.contract import CONTRACT_MAJOR, ControlState, Window
+from weir_server.policy.trace import agrees, from_wire
 
 
 def test_state_and_window_are_whole(server: Server):
@@ -108,10 +109,12 @@ def test_objectives_stay_and_are_counted_by_generation(server: Server):
     assert server.put(lease_seconds=0, slo={"ttft": -1}).status_code == 400
 
 
-def test_capacity_and_what_is_not_there_yet(server: Server):
+def test_capacity_and_the_schedule(server: Server):
     capacity = requests.get(server.control + "/control/capacity").json()
     assert capacity["longest_servable"] == 8192 and capacity["free_blocks"] > 0
-    assert requests.get(server.control + "/debug/schedule").status_code == 501
+    assert requests.post(server.url + "/v1/completions", json={"prompt": "The", "max_tokens": 3}).status_code == 200
+    steps = requests.get(server.control + "/debug/schedule").json()["steps"]
+    assert steps[-1]["plan"]["take"] == [1] and all(agrees(from_wire(step)) for step in steps)
     assert requests.get(server.url + "/control/state").status_code == 404, "not on the clients' port"
 
 

@@ -359,7 +359,8 @@ def test_a_row_whose_credit_is_spent_comes_back_only_with_room_for_its_rest() ->
     while kit.engine.busy:
         state, offers = kit.engine.batch.view(kit.knobs, kit.engine.config.limits, 0)
         needs = [waiting.need for waiting in state.waiting]
-        for need, (row, _) in zip(needs, offers, strict=True):
+        for need, offer in zip(needs, offers, strict=True):
+            row = offer.row
             seen[row.credits] = need - -(-(row.final - 1) // SIZE)
         kit.step()
     assert seen[1] < 0 and seen[0] == 0, "with credit: less than its whole length; without: all of it"

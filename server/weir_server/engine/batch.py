@@ -26,7 +26,12 @@ class Adoption(NamedTuple):
     tokens: int
 
 
-Offer = tuple[Row, Adoption]
+class Offer(NamedTuple):
+    """A waiting row as the policy was shown it."""
+
+    row: Row
+    adoption: Adoption
+    ask: Waiting
 
 
 class Work(NamedTuple):
@@ -96,12 +101,12 @@ class Batch:
         for row in self.waiting:
             adoption = self._adoption(row)
             started = [r.state for r in row.siblings if r.state is not RowState.QUEUED]
-            first_now = bool(offers) and offers[-1][0].siblings is row.siblings
+            first_now = bool(offers) and offers[-1].row.siblings is row.siblings
             blocked = RowState.DECODING not in started and (bool(started) or first_now)
-            offers.append((row, adoption))
             reach = row.reach if row.credits else row.final - 1
             need = self.blocks.blocks_for(reach) - len(adoption.shared) + self.blocks.cold_of(adoption.shared)
-            yield Waiting(left=row.left - adoption.tokens, need=need, blocked=blocked)
+            offers.append(Offer(row, adoption, Waiting(left=row.left - adoption.tokens, need=need, blocked=blocked)))
+            yield offers[-1].ask
 
     def _adoption(self, row: Row) -> Adoption:
         """The longest known start of the row: from the prefix cache, or from another row of its request that has it whole.
@@ -124,7 +129,7 @@ class Batch:
         fed = [(row, n) for row, n in zip(self.running, plan.take, strict=True) if n]
         for row in [self.running[i] for i in plan.preempt]:
             self._preempt(row)
-        joining = [(*offer, n) for offer, n in zip(offers, plan.admit, strict=False)]
+        joining = [(offer.row, offer.adoption, n) for offer, n in zip(offers, plan.admit, strict=False)]
         for row, adoption, _ in joining:
             self._join(row, adoption)
         for row, _ in fed:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -32,9 +33,11 @@ from weir_server.link.messages import (
     Submit,
     ToChild,
     Tokens,
+    Trace,
 )
 from weir_server.policy.limits import Limits
 from weir_server.policy.step import State, StepPlan, decide
+from weir_server.policy.trace import Decision, decision, to_wire
 
 log = logging.getLogger("weir.engine")
 
@@ -42,6 +45,8 @@ BACKEND_ERROR = "inference backend error"
 DRAINED = "The server is shutting down."
 CHECK_EVERY = 256
 """Steps between two samples of the invariants."""
+TRACED = 64
+"""Decisions kept for whoever asks why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,8 @@ class Engine:
         self._starved = 0
         self._next_seq = 0
         self._progress = 0.0
+        self._decisions: deque[Decision] = deque(maxlen=TRACED)
+        self._trace_asked = False
 
     @property
     def busy(self) -> bool:
@@ -97,6 +104,8 @@ class Engine:
                     self.set_knobs(target)
                 case Drain(deadline=deadline):
                     self.deadline = deadline
+                case Trace():
+                    self._trace_asked = True
                 case _:
                     log.warning("ignored a %s message out of place", type(message).__name__)
         if self.clock() >= self.deadline:
@@ -187,6 +196,7 @@ class Engine:
         state, offers = self.batch.view(self.target, self.config.limits, self._starved)
         plan = decide(state)
         self._starved, self._bound = plan.starved, plan.bound
+        self._decisions.append(decision(start, state, [offer.ask for offer in offers], plan))
         work = self.batch.apply(plan, offers)
         self._note(work, len(plan.preempt))
         results = self._execute(work)
@@ -273,7 +283,9 @@ class Engine:
         self.meter.read_memory(now)
         events, self._events = self._events, []
         self.meter.stats.prefix_evictions = self.batch.blocks.prefix.evictions
-        return Report(now, events, self.effective, self.meter.stats)
+        trace = [to_wire(d) for d in self._decisions] if self._trace_asked else None
+        self._trace_asked = False
+        return Report(now, events, self.effective, self.meter.stats, trace)
 
     def _measure(self) -> None:
         batch, blocks = self.batch, self.batch.blocks

@@ -1,4 +1,4 @@
-"""The control port: state, knobs, window, capacity, drain. For the operator only."""
+"""The control port: state, knobs, window, capacity, drain, scheduling decisions. For the operator only."""
 
 from __future__ import annotations
 
@@ -77,7 +77,11 @@ async def drain(request: web.Request) -> web.Response:
 
 
 async def schedule(request: web.Request) -> web.Response:
-    raise ApiError(501, "/debug/schedule is not available yet in this server.", code="not_available")
+    """The last scheduling decisions, oldest first; `weir-server replay` runs them through the same policy."""
+    try:
+        return json_response({"steps": await request.app[SERVICE].trace()})
+    except TimeoutError:
+        raise ApiError(504, "The engine has not ended a step in time.", kind="server_error") from None
 
 
 async def _object(request: web.Request) -> dict[str, Any]:

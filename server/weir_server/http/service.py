@@ -24,7 +24,7 @@ from weir_server.http.live import Call
 from weir_server.http.marker import Marker
 from weir_server.http.observe import Observations
 from weir_server.http.window import build_window
-from weir_server.link.messages import Drain, Ready, Report, SetKnobs
+from weir_server.link.messages import Drain, Ready, Report, SetKnobs, Trace
 from weir_server.text.defaults import GenerationDefaults
 from weir_server.text.template import ChatTemplate
 from weir_server.text.tokenizer import Tokenizer
@@ -32,6 +32,7 @@ from weir_server.text.tokenizer import Tokenizer
 log = logging.getLogger("weir.http")
 INLINE_BYTES = 4096
 """Texts up to here are tokenised on the event loop (well under a millisecond); longer ones in a thread."""
+TRACE_SECONDS = 5.0
 T = TypeVar("T")
 
 
@@ -97,6 +98,7 @@ class Service:
         self.idle = asyncio.Event()  # set while no call is live
         self.idle.set()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._traces: list[asyncio.Future[list[dict[str, Any]]]] = []
         if boot != r.boot:
             self.push_knobs()
 
@@ -143,6 +145,11 @@ class Service:
     def apply(self, report: Report) -> None:
         """One report of the engine; a move of batch, watermark or budget that is now in force settles."""
         self.book.apply(report)
+        if report.trace is not None:
+            for asked in self._traces:
+                if not asked.done():
+                    asked.set_result(report.trace)
+            self._traces.clear()
         if self._unsettled and _steered(report.effective) == _steered(self.board.target):
             self._unsettled = False
             self.seen.settle(report.t)
@@ -163,6 +170,13 @@ class Service:
             log.warning("the lease expired; back to the fallback: %s", _in_words(self.board.target))
             self.push_knobs()
         self.seen.overdue([row.seen for row in self.book.slots.values()], now)
+
+    async def trace(self) -> list[dict[str, Any]]:
+        """The engine's last scheduling decisions. Raises TimeoutError if no step ends within TRACE_SECONDS."""
+        asked: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+        self._traces.append(asked)
+        self.engine.send(Trace())
+        return await asyncio.wait_for(asked, TRACE_SECONDS)
 
     def begin_drain(self) -> None:
         """Queue nothing new; the engine serves what it has until the drain timeout."""

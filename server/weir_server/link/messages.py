@@ -1,6 +1,6 @@
 """Messages between the HTTP parent and the engine child: native types, one batch each way per step.
 
-parent → child   Boot once, then Submit, Cancel, Stop, SetKnobs, Drain, Quit
+parent → child   Boot once, then Submit, Cancel, Stop, SetKnobs, Drain, Trace, Quit
 child  → parent  Ready or Fatal once, then one Report for each step (and one whenever something changed without a step)
 
 Every submitted row gets exactly one terminal event (`Finished`). Times are `time.monotonic()` seconds, which both processes
@@ -8,6 +8,8 @@ share. The wire form is msgpack with a tag (msgspec), length-prefixed on a socke
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import msgspec
 
@@ -99,11 +101,15 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     deadline: float
 
 
+class Trace(msgspec.Struct, frozen=True, tag=True):
+    """Send the last scheduling decisions with the next report."""
+
+
 class Quit(msgspec.Struct, frozen=True, tag=True):
     """End now; the parent needs nothing more."""
 
 
-ToChild = Boot | Submit | Cancel | Stop | SetKnobs | Drain | Quit
+ToChild = Boot | Submit | Cancel | Stop | SetKnobs | Drain | Trace | Quit
 
 
 # ------------------------------------------------------------------------------------------------ child → parent
@@ -217,6 +223,7 @@ class Report(msgspec.Struct, tag=True):
     events: list[Event]
     effective: Knobs
     stats: Stats
+    trace: list[dict[str, Any]] | None = None  # where asked for: policy.trace's wire form of the last decisions, oldest first
 
 
 ToParent = Ready | Fatal | Report
