@@ -135,13 +135,13 @@ def test_with_eight_others_and_a_shared_prefix(golden: dict[str, Any], loaded: L
 def rounds(golden: dict[str, Any], loaded: LoadedModel) -> Iterator[Served]:
     """Serve in pools too small for the batch until each prompt was preempted; the first of a round never is."""
     todo, done = prompts(golden), {}
-    for _ in range(6):
+    for _ in range(10):
         if not todo:
             return
         filler = {1000: next(iter({**done, **todo}.values()))}
         rows = min(9, len(todo) + 1)
         longest = max(len(ids) for ids in [*todo.values(), *filler.values()]) + SAMPLING.max_tokens
-        served = Served(loaded, blocks=-(-longest // PAGE) + 8 * (rows - 1), rows=rows)
+        served = Served(loaded, blocks=-(-longest // PAGE) + 5 * (rows - 1), rows=rows)
         served.run(filler | todo)
         done |= {i: todo.pop(i) for i in served.preempted & set(todo)}
         yield served
