@@ -81,7 +81,7 @@ def _entry(record: Record) -> dict[str, Any]:
         entry["changes"] = {knob: [_short(a), _short(b)] for knob, (a, b) in record.changes.items()}
     for name in ("predicted", "observed"):
         if values := getattr(record, name):
-            entry[name] = {k: _short(v, 3) for k, v in values.items()}
+            entry[name] = {k: short for k, v in values.items() if (short := _short(v, 3)) is not None}
     return entry
 
 
@@ -179,11 +179,12 @@ def _bounded(state: TunerState) -> dict[str, Any]:
 
 
 def rounded(value: Any) -> Any:
-    """`value` with floats cut to nine digits (times since 1970 to tenths): a status must stay small."""
+    """`value` with floats cut to nine digits (times since 1970 to tenths), since a status must stay small, and without the
+    keys that hold None, since null in a merge patch means "delete": the API server would never give them back."""
     if isinstance(value, float):
         return None if not math.isfinite(value) else round(value, 1) if abs(value) >= 1e8 else float(f"{value:.9g}")
     if isinstance(value, Mapping):
-        return {str(k): rounded(v) for k, v in value.items()}
+        return {str(k): short for k, v in value.items() if (short := rounded(v)) is not None}
     if isinstance(value, (list, tuple)):
         return [rounded(v) for v in value]
     return value

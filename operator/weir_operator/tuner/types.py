@@ -134,6 +134,8 @@ class PodState:
     prior: Plant | None = None  # as the server measured itself at boot
     sums: Mapping[str, float] = field(default_factory=dict)  # discounted sums of the regression
     mix: Mix | None = None
+    objectives: Mapping[str, float] = field(default_factory=dict)  # ttft and tpot, where they are declared
+    objectives_since: float = 0.0  # pod's clock: good rows before this reading were counted by others
     spread: Mapping[int, float] = field(default_factory=dict)  # z: weights by histogram bucket
     prefill: Mapping[int, float] = field(default_factory=dict)  # f, in units of y: weights by histogram bucket
     pending: Pending | None = None
@@ -157,13 +159,15 @@ class PodState:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> PodState:
-        """Raises KeyError or TypeError on another shape."""
-        v = {f.name: data[f.name] for f in fields(cls)}
-        v["prior"] = Plant(**v["prior"]) if v["prior"] else None
-        v["mix"] = Mix(**{**v["mix"], "quantiles": tuple(v["mix"]["quantiles"])}) if v["mix"] else None
-        v["pending"] = Pending(**v["pending"]) if v["pending"] else None
+        """Raises KeyError or TypeError on another shape. None may be left out: a status in a cluster cannot hold it."""
+        v = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
+        if mix := v.get("mix"):
+            v["mix"] = Mix(**{**mix, "quantiles": tuple(mix["quantiles"])})
+        for name, kind in (("prior", Plant), ("pending", Pending)):
+            if name in v:
+                v[name] = kind(**v[name])
         for name in ("spread", "prefill"):  # JSON has string keys only
-            v[name] = {int(k): w for k, w in v[name].items()}
+            v[name] = {int(k): w for k, w in v.get(name, {}).items()}
         return cls(**v)
 
 
@@ -180,7 +184,7 @@ class TunerState:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TunerState:
         """Raises KeyError or TypeError on another shape."""
-        return cls(data["next_tick"], {name: PodState.from_json(p) for name, p in data["pods"].items()})
+        return cls(data.get("next_tick"), {name: PodState.from_json(p) for name, p in data["pods"].items()})
 
 
 @dataclass(frozen=True, slots=True)
