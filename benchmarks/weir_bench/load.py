@@ -80,8 +80,9 @@ class Client:
         self.start = time.monotonic()
 
     async def __aenter__(self) -> Client:
-        # no limit on connections: an open-loop generator must never queue on its own side
-        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        # no limit on connections: an open-loop generator must never queue on its own side; each request on a new one, since
+        # some servers close idle ones just when the next request is written
+        self.session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True))
         self.start = time.monotonic()
         return self
 
