@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import torch
 
+from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.model.config import DecoderConfig
 
-RESERVED_CHUNKS = 2
 _PAGE = 4096
 _FLOAT = 4
 

@@ -18,6 +18,9 @@ from weir_server.link.messages import Sampling, TokenLogprobs
 LOWEST_LOGPROB = -9999.0
 """What −∞ becomes on the wire: JSON has no infinity. OpenAI's value."""
 
+COLDEST = 1e-5
+"""Temperatures below are greedy: divided by one that float32 cannot hold, the best token's own weight is no number."""
+
 _CUTS = (256, 4096)
 """Candidates looked at before the whole vocabulary is sorted for top-p; the first is almost always enough."""
 
@@ -57,7 +60,7 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
         except (IndexError, RuntimeError) as e:
             out[i].error = f"sampling failed: {e}"
             continue
-        groups[_GREEDY if s.temperature == 0 else (s.temperature, s.top_k, s.top_p, s.min_p)].append(i)
+        groups[_GREEDY if s.temperature < COLDEST else (s.temperature, s.top_k, s.top_p, s.min_p)].append(i)
     for parameters, members in groups.items():
         chosen = logits if len(members) == len(rows) else logits[members]
         if parameters is _GREEDY:
