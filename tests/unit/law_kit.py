@@ -49,7 +49,7 @@ class FlowPod:
         self.stalled = False  # nothing finishes
         self.tax = 0.0
         self.effective_lag = False  # a lowered batch does not come into force
-        self.memory_used, self.memory_limit = 10, 100
+        self.memory_used, self.memory_limit, self.kv_used_bytes = 10, 100, 0
         self.kv_used: float | None = None  # share of the budget; None: 1 % a row
         self.draining = False
         self.now = 0.0
@@ -143,8 +143,8 @@ class FlowPod:
             instance=self.instance, monotonic=self.now, settled_at=self.settled_at, target=self.target,
             effective=self.effective, envelope=self.envelope, draining=self.draining, running=round(self.running),
             prefilling=0, waiting=self.waiting, oldest_wait=self.oldest_wait, bound=None, memory_used=self.memory_used,
-            memory_limit=self.memory_limit, kv_used_bytes=0, head_wait_seconds=dict(self.head), step=dict(self.step),
-            decode_only=dict.fromkeys(STEP_SUMS, 0.0), products=dict(self.products),
+            memory_limit=self.memory_limit, kv_used_bytes=self.kv_used_bytes, head_wait_seconds=dict(self.head),
+            step=dict(self.step), decode_only=dict.fromkeys(STEP_SUMS, 0.0), products=dict(self.products),
             refused={r: {b: int(n) for b, n in bounds.items()} for r, bounds in self.refused.items()},
             finished={r: int(n) for r, n in self.finished.items()}, cached_tokens=0,
             slo_good={s: int(n) for s, n in self.good.items()}, slo_total=int(self.finished["length"]),

@@ -158,6 +158,17 @@ def test_the_budget_is_not_raised_into_unknown_or_full_memory(limit):
     assert not any(m.knobs.get("kv_cache_budget", 0) > 100 * CHUNK for m in started(pod, seconds=305).moves)
 
 
+def test_memory_that_kv_holds_already_is_not_counted_twice():
+    """1.15 × 100 chunks over 20 of other memory fit under 85 % of 160, whether the KV in use is none or all of it."""
+    for used in (0, 100 * CHUNK):
+        pod = FlowPod(boot=with_boot(kv_cache_budget=100 * CHUNK), offered=3.0)
+        pod.kv_rows, pod.memory_used, pod.memory_limit, pod.kv_used_bytes = 3, 20 * CHUNK + used, 160 * CHUNK, used
+        assert max(m.knobs.get("kv_cache_budget", 0) for m in started(pod, seconds=125).moves) == 115 * CHUNK
+        pod.memory_limit = 158 * CHUNK
+        pod.restart("two")
+        assert not any("kv_cache_budget" in m.knobs for m in started(pod, seconds=125).moves)
+
+
 def test_full_memory_cuts_the_budget_between_ticks_once_a_minute():
     loop = started(seconds=40)
     loop.pod.memory_used = 95
@@ -323,6 +334,15 @@ def test_bounds_hold_and_an_edit_brings_the_value_back_inside():
     assert (loop.pod.target.max_batch_size, loop.pod.target.max_queue_depth) == (2, 4)
 
 
+def test_advice_is_about_the_load_first_and_about_bounds_where_nothing_else_is_to_be_said():
+    bounds = {"max_batch_size": (None, 6), "max_queue_depth": (None, 16)}
+    loop = started(spec=replace(SPEC, mode="Advise", bounds=bounds), seconds=95)
+    assert {r.rule for r in loop.records} == {"set-point"}
+    assert all(r.changes["max_batch_size"] == (4, 6) and r.changes["max_queue_depth"][1] < 16 for r in loop.records)
+    idle = started(FlowPod(offered=0.0), replace(SPEC, mode="Advise", bounds=bounds), seconds=95)
+    assert {(r.rule, r.changes["max_queue_depth"]) for r in idle.records} == {("bounds", (32, 16))}
+
+
 def test_bounds_outside_the_envelope_end_at_its_edge():
     loop = started(spec=replace(SPEC, bounds={"max_batch_size": (100, 200)}), seconds=65)
     assert loop.pod.target.max_batch_size == 64
@@ -379,6 +399,58 @@ def test_a_move_that_lowered_goodput_is_taken_back_and_not_tried_again_soon():
     assert loop.me.ceiling == back.changes["max_batch_size"][0]
 
 
+def test_a_revert_is_not_judged_by_what_the_reverted_move_had_promised():
+    loop = moved()
+    promised = loop.me.pending.predicted_goodput
+    pending = replace(loop.me.pending, goodput_before=5.0)
+    loop.state = replace(loop.state, pods={"p": replace(loop.me, pending=pending)})
+    loop.run(60)
+    assert loop.outcomes()[-1] == "Reverted"
+    assert promised > 1.0 and loop.me.pending.after["max_batch_size"] == 4
+    assert loop.me.pending.predicted_goodput is None and loop.me.pending.predicted_interval is None
+    count = len(loop.records)
+    loop.run(95)
+    assert not any(r.outcome is Outcome.MISPREDICTED for r in loop.records[count:])
+
+
+def test_the_hold_after_four_misses_holds_through_the_verdict_on_the_way_back():
+    """The way back is a move too: while that is judged, and after it came out well, nothing else may move."""
+    loop = moved()
+    loop.run(60)
+    loop.pod.set({"max_batch_size": 6, "max_queue_depth": 4})
+    pending = replace(_pending(loop), predicted_interval=0.001)
+    loop.state = replace(loop.state, pods={"p": replace(loop.me, pending=pending, misses=1, distrust=1)})
+    loop.run(60)
+    assert loop.me.distrust == 2
+    count, until = len(loop.moves), loop.me.hold_until
+    loop.pod.offered = 5.0
+    loop.run(until - loop.now - 5)
+    assert len(loop.moves) == count and loop.me.distrust == 2 and loop.outcomes()[-1] == "Mispredicted"
+
+
+def test_a_verified_setting_has_no_kv_budget_that_a_return_could_raise_over_a_cut():
+    loop = moved()
+    loop.run(60)
+    assert set(loop.me.verified) == {"max_batch_size", "max_queue_depth", "admission_watermark"}
+
+
+def test_an_edit_of_the_objectives_ends_every_comparison_of_goodput_across_it():
+    """The server's totals of good rows go on: over the edit they would say that goodput fell or rose."""
+    loop = moved()
+    loop.run(15)
+    loop.spec = replace(loop.spec, tpot=0.05)
+    loop.pod.slo = replace(loop.pod.slo, tpot=0.05, generation=1)
+    edited = loop.pod.now + 5  # the reading at which the law hears of it
+    loop.poll()
+    assert loop.me.pending.predicted_goodput is None and loop.me.pending.goodput_before is None
+    assert loop.me.pending.predicted_interval is not None
+    assert loop.me.objectives_since == edited
+    loop.run(120)
+    seen = [r for r in loop.records if "goodput" in r.observed]
+    assert seen[0].observed["goodput"] == 0.0, "rows that were good under the old objective were counted"
+    assert seen[0].outcome not in (Outcome.REVERTED, Outcome.MISPREDICTED)
+
+
 def test_slots_that_were_never_used_prove_nothing():
     loop = moved()
     loop.pod.offered = 0.3
@@ -402,6 +474,19 @@ def test_values_that_somebody_else_set_are_adopted():
     loop.spec = replace(loop.spec, bounds={"max_batch_size": (3, 3)})
     loop.run(30)
     assert loop.me.pending is None and loop.pod.target.max_batch_size == 3
+    (said,) = [r for r in loop.records if "adopted" in r.reason]
+    assert said.outcome is Outcome.INCONCLUSIVE and "max_batch_size was set to 8" in said.reason
+
+
+def test_a_move_that_never_arrived_is_said_not_passed_over():
+    loop = Loop(FlowPod())
+    loop.apply = False
+    loop.run(35)
+    loop.apply = True
+    loop.run(30)
+    assert [r.outcome for r in loop.records] == [Outcome.MOVED, Outcome.INCONCLUSIVE]
+    loop.run(30)
+    assert loop.pod.target.max_batch_size > 4
 
 
 def test_only_one_of_batch_watermark_and_budget_moves_until_it_is_judged():

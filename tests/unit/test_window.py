@@ -46,6 +46,8 @@ def test_the_list_of_fields_that_the_law_reads_is_true(monkeypatch):
     loop.run(60)
     loop.pod.tax, loop.pod.kv_used = 0.0, 0.9
     loop.run(60)
+    loop.pod.memory_used, loop.pod.kv_rows = 10, 3
+    loop.run(120)
     assert set(READS) <= {f.name for f in fields(Window)}
     assert seen == set(READS)
 

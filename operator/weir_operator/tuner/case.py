@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from weir_operator.tuner.chain import Prediction
 from weir_operator.tuner.knobs import limits
 from weir_operator.tuner.types import Move, Outcome, Pending, PodState, PodView, Record, TunerSpec
 from weir_operator.tuner.window import fresh, readings
@@ -25,6 +26,11 @@ class Case:
     @property
     def last(self) -> Window:
         return self.windows[-1]
+
+    @property
+    def counted(self) -> list[Window]:
+        """The readings since the objectives were changed: only between these can good rows be compared."""
+        return [w for w in self.windows if w.monotonic >= self.state.objectives_since]
 
     @property
     def chunk(self) -> int | None:
@@ -81,6 +87,7 @@ class Change:
     reason: str
     knobs: Mapping[str, float]
     shown: Shown = NOTHING
+    expected: Prediction | None = None  # what the verdict on this change will go by
     outcome: Outcome = Outcome.MOVED
     emergency: bool = False
     goodput_before: float | None = None
@@ -93,9 +100,19 @@ def open_case(state: PodState | None, view: PodView, spec: TunerSpec, now: float
         return None
     if state is None or state.instance != windows[-1].instance:
         state = PodState(windows[-1].instance, seen=windows[0].monotonic)
+    objectives = {k: v for k, v in (("ttft", spec.ttft), ("tpot", spec.tpot)) if v is not None}
+    if state.objectives != objectives:
+        state = _weighed_anew(state, objectives, windows[-1].monotonic)
     if state.prior is None and view.control is not None and view.control.instance == state.instance:
         state = replace(state, prior=view.control.plant)
     return Case(state, view, windows, spec, now)
+
+
+def _weighed_anew(state: PodState, objectives: Mapping[str, float], since: float) -> PodState:
+    """Under new objectives goodput is another quantity: what was predicted of the old one judges nothing. The server's
+    totals of good rows go on, so they are compared only from here on."""
+    pending = state.pending and replace(state.pending, predicted_goodput=None, goodput_before=None)
+    return replace(state, objectives=objectives, objectives_since=since, pending=pending)
 
 
 def hold(case: Case, outcome: Outcome, reason: str, rule: str = "gate", shown: Shown = NOTHING) -> Step:
@@ -118,10 +135,10 @@ def carry_out(case: Case, change: Change) -> Step:
 
 
 def _after(case: Case, change: Change) -> PodState:
-    state, target, predicted = case.state, case.last.target, change.shown.predicted
-    goodput, interval = predicted.get("goodput"), predicted.get("interval")
+    state, target, expected = case.state, case.last.target, change.expected
+    goodput, interval = (expected.goodput, expected.interval) if expected else (None, None)
     if not any(k in change.knobs for k in SETTLED_KNOBS):
-        if state.pending and predicted:  # the depth moves under a batch that is not judged yet: so does what is expected of it
+        if state.pending and expected:  # the depth moves under a batch that is not judged yet: so does what is expected of it
             return replace(state, pending=replace(state.pending, predicted_goodput=goodput, predicted_interval=interval))
         return state
     state = replace(state, pending=Pending(

@@ -68,4 +68,4 @@ def memory_room(window: Window, budget: int) -> bool:
     """Rule 7: whether a budget 15 % larger, all of it used, would leave memory under 85 %. An unknown limit is no room."""
     if not window.memory_limit:
         return False
-    return window.memory_used + (MEMORY_RAISE - 1) * budget < MEMORY_ROOM * window.memory_limit
+    return window.memory_used + MEMORY_RAISE * budget - window.kv_used_bytes < MEMORY_ROOM * window.memory_limit

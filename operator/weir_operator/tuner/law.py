@@ -65,19 +65,27 @@ def _tick(case: Case) -> Step:
         return hold(case, Outcome.WARMING, "the pod is new: there is no difference of windows yet")
     if step := emergency(case):
         return step
-    if outside := back_inside(case.last.target, case.last, case.spec):
-        return carry_out(case, Change("bounds", "the value in force lies outside the bounds", outside))
-    case = adopt(case)
+    outside = back_inside(case.last.target, case.last, case.spec)
+    into_bounds = Change("bounds", "the value in force lies outside the bounds", outside)
+    if outside and case.spec.mode == "Auto":
+        return carry_out(case, into_bounds)
+    step = adopt(case) or _weigh(case, evidence)
+    nothing_else = outside and step.record is not None and not step.record.changes
+    return carry_out(replace(case, state=step.state or case.state), into_bounds) if nothing_else else step
+
+
+def _weigh(case: Case, evidence: Evidence) -> Step:
+    """Rule 4 on the move before, then the rules that may move next."""
+    if case.state.distrust == 2:
+        if case.now < case.state.hold_until:
+            return hold(case, Outcome.MISPREDICTED, "predictions failed four times: holding the verified setting", "verdict")
+        case = case.with_state(distrust=0, pending=None, spread={}, prefill={}, sums={})
     if pending := case.state.pending:
         settled = settle(case, pending, evidence, lambda c, free: _setpoint(c, evidence, free))
         if isinstance(settled, Step):
             return settled
         case, came_out = settled
         return _beside(came_out, pressure(case) or _setpoint(case, evidence, batch_free=True))
-    if case.state.distrust == 2:
-        if case.now < case.state.hold_until:
-            return hold(case, Outcome.MISPREDICTED, "predictions failed four times: holding the verified setting", "verdict")
-        case = case.with_state(distrust=0, spread={}, prefill={}, sums={})
     return pressure(case) or _setpoint(case, evidence, batch_free=True)
 
 
@@ -115,9 +123,10 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
         return hold(case, Outcome.HOLDING, _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
     reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
-    clean = span.old.monotonic >= case.last.settled_at
+    clean = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since)
     return carry_out(case, Change(
-        "set-point", reason, knobs, Shown(inputs, expected.shown), goodput_before=span.good / span.seconds if clean else None
+        "set-point", reason, knobs, Shown(inputs, expected.shown), expected,
+        goodput_before=span.good / span.seconds if clean else None,
     ))
 
 

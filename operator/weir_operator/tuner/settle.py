@@ -14,19 +14,29 @@ from weir_operator.tuner.verdict import Finding, Verdict, judge
 from weir_operator.tuner.window import Evidence
 
 MISSES, HOLD_SECONDS = 2, 600.0
+VERIFIED_KNOBS = ("max_batch_size", "max_queue_depth", "admission_watermark")
+"""What a return to a verified setting sets. Not the KV budget: memory may have cut it since, and no prediction is about it."""
 
 
-def adopt(case: Case) -> Case:
-    """Forget a move that somebody else has overwritten (a user, another operator, an expired lease): adopt, do not fight."""
+def adopt(case: Case) -> Step | None:
+    """Give up a move that never arrived or that somebody else has overwritten (a user, another operator, an expired lease):
+    the pod's own values are the truth, and the next tick goes on from them."""
     pending = case.state.pending
     if pending is None or case.now - pending.at < case.spec.poll_seconds:
-        return case
+        return None
     for knob in SETTLED_KNOBS:
         value, now = pending.after.get(knob), getattr(case.last.target, knob)
         tolerance = (case.chunk or 1) if knob == "kv_cache_budget" else 1e-6
         if value is not None and (now is None or abs(now - value) >= tolerance):
-            return case.with_state(pending=None)
-    return case
+            return hold(
+                case.with_state(pending=None), Outcome.INCONCLUSIVE,
+                f"{knob} was set to {value:g} and is not: the pod's own values are adopted", "verdict", Shown(_asked(pending)),
+            )
+    return None
+
+
+def _asked(pending: Pending) -> dict[str, float]:
+    return {f"asked_{knob}": value for knob, value in pending.after.items()}
 
 
 def settle(
@@ -39,7 +49,7 @@ def settle(
     state = case.state
     fitted = plant.fit(state.sums, state.prior)
     seconds = learn.row_seconds(fitted, state.mix, state.prefill, evidence.span.mean_running)
-    verdict = judge(pending, case.windows, seconds, case.chunk, case.spec, case.now)
+    verdict = judge(pending, case.counted, seconds, case.chunk, case.spec, case.now)
     predicted = {"goodput": pending.predicted_goodput, "interval": pending.predicted_interval}
     shown = Shown(predicted={k: v for k, v in predicted.items() if v is not None}, observed=verdict.observed)
     if verdict.finding in (Finding.WAIT, Finding.OVERDUE):
@@ -56,7 +66,7 @@ def settle(
     if verdict.finding is Finding.UNUSED:
         return hold(case, Outcome.INCONCLUSIVE, verdict.why, "verdict", shown)
     target = case.last.target
-    verified = {k: v for k in (*SETTLED_KNOBS, "max_queue_depth") if (v := getattr(target, k)) is not None}
+    verified = {k: getattr(target, k) for k in VERIFIED_KNOBS}
     return case.with_state(misses=0, distrust=0, verified=verified), shown
 
 
@@ -64,7 +74,7 @@ def _revert(case: Case, pending: Pending, verdict: Verdict, shown: Shown) -> Ste
     batch, old = pending.after.get("max_batch_size", 0), pending.before.get("max_batch_size", 0)
     if batch > old:
         case = replace(case, state=with_ceiling(case, int(batch)))
-    return carry_out(case, Change("verdict", verdict.why, _inside(case, pending.before), shown, Outcome.REVERTED))
+    return carry_out(case, Change("verdict", verdict.why, _inside(case, pending.before), shown, outcome=Outcome.REVERTED))
 
 
 def _missed(case: Case, verdict: Verdict, shown: Shown) -> Step:
@@ -77,7 +87,7 @@ def _missed(case: Case, verdict: Verdict, shown: Shown) -> Step:
         return hold(case, Outcome.MISPREDICTED, f"{verdict.why}, twice: learning the spread anew", "verdict", shown)
     case = case.with_state(misses=0, distrust=2, hold_until=case.now + HOLD_SECONDS)
     reason = f"{verdict.why}, four times: back to the last setting that came out as predicted, and hold"
-    return carry_out(case, Change("verdict", reason, _inside(case, _safe(case)), shown, Outcome.MISPREDICTED))
+    return carry_out(case, Change("verdict", reason, _inside(case, _safe(case)), shown, outcome=Outcome.MISPREDICTED))
 
 
 def _safe(case: Case) -> Mapping[str, float]:

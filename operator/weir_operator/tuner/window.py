@@ -15,9 +15,9 @@ from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Window
 
 READS = (
     "instance", "monotonic", "settled_at", "target", "effective", "envelope", "draining", "running", "waiting", "oldest_wait",
-    "memory_used", "memory_limit", "decoding_seconds", "running_seconds", "head_wait_seconds", "kv_used_byte_seconds",
-    "step", "products", "recompute_seconds", "queued", "retried", "admitted", "refused", "finished", "preempted",
-    "generated_tokens", "slo_good", "histograms", "settled",
+    "memory_used", "memory_limit", "kv_used_bytes", "decoding_seconds", "running_seconds", "head_wait_seconds",
+    "kv_used_byte_seconds", "step", "products", "recompute_seconds", "queued", "retried", "admitted", "refused", "finished",
+    "preempted", "generated_tokens", "slo_good", "histograms", "settled",
 )
 """The fields of a window that the law reads; a test holds this list, the contract and the code together."""
 
@@ -120,7 +120,8 @@ class Span:
 
     @property
     def good(self) -> float:
-        """Rows that met both objectives. A change of objectives restarts the counter."""
+        """Rows that met the objectives in force when they finished. A change of objectives does not restart the counter, so
+        a span over one counts by two measures: `Case.counted` keeps such spans out."""
         return max(0.0, self.new.slo_good["both"] - self.old.slo_good["both"])
 
     @property
