@@ -109,12 +109,13 @@ def goodputs(model: Model, ttft: float, tpot: float, batch: int, deepest: int) -
     rates = [model.departures(min(k, slots)) for k in range(1, slots + deepest + 1)]
     total = [0.0] * (deepest + 1)
     for offered in model.mix.quantiles:
-        weight, success = 1.0, 0.0  # Σ π and Σ π·share below state k, in units of π_k
+        full, success = 1.0, 0.0  # of a pod with k places: P(all are taken), and the share of arrivals that succeed
         for k, rate in enumerate(rates, start=1):
-            ratio = max(offered, 1e-9) / rate
-            weight, success = weight / ratio + 1.0, (success + shares[k - 1]) / ratio
+            before, ratio = full, max(offered, 1e-9) / rate
+            full = ratio * before / (ratio * before + 1.0)  # Erlang's recursion, which no length overflows
+            success = (success + before * shares[k - 1]) * (1.0 - full)
             if k >= slots:
-                total[k - slots] += offered * success / weight
+                total[k - slots] += offered * success
     return [t / len(model.mix.quantiles) for t in total]
 
 

@@ -63,10 +63,11 @@ def _normal(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[f
         [p, s["np"], s["cp"], s["pp"]],
     ]
     vector = [s["step_seconds"], s["ny"], s["cy"], s["py"]]
-    if prior is not None:
+    if prior is not None and (expected := mean_step(prior, s)) > 0:
+        level = s["step_seconds"] / s["steps"] / expected
         for rows, context, share in PRIOR_POINTS:
             x = (1.0, rows, context, share * prior.prefill_tokens)
-            y = prior.step_seconds(*x[1:])
+            y = level * prior.step_seconds(*x[1:])
             for i in range(4):
                 vector[i] += PRIOR_STEPS * x[i] * y
                 for j in range(4):
