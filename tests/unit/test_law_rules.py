@@ -23,6 +23,17 @@ def test_overload_from_the_defaults_moves_batch_and_depth_at_the_first_tick_and_
     assert loop.me.verified["max_batch_size"] == move.knobs["max_batch_size"]
 
 
+@pytest.mark.parametrize("quiet", [15, 75])
+def test_a_load_that_starts_between_two_ticks_is_seen_whole_at_the_first(quiet):
+    """Half a tick of it, spread over the tick, would look like half the load; the quiet before, like the gap of a burst."""
+    loop = Loop(FlowPod(offered=0.0))
+    loop.run(quiet)
+    loop.pod.offered = 1.6
+    loop.run(20)
+    assert loop.me.mix.offered == pytest.approx(1.6, rel=0.1)
+    assert loop.moves and loop.moves[0].knobs["max_batch_size"] > 4 and loop.moves[0].knobs["max_queue_depth"] < 5
+
+
 def test_every_tick_leaves_one_record_and_every_other_poll_none():
     loop = Loop(FlowPod())
     decisions = loop.run(605)
@@ -288,6 +299,16 @@ def test_a_ceiling_keeps_the_batch_below_it_until_it_expires():
     assert loop.pod.target.max_batch_size == 8
 
 
+def test_a_full_queue_is_lowered_beside_a_watermark_that_is_raised():
+    loop = Loop(FlowPod(boot=with_boot(max_batch_size=8), offered=3.0))
+    loop.pod.tax = 0.05
+    loop.run(35)
+    (move,), (record,) = loop.moves, loop.records
+    assert move.knobs["admission_watermark"] == 0.03 and move.knobs["max_queue_depth"] < 8 and len(move.knobs) == 2
+    assert record.rule == "tax" and set(record.changes) == set(move.knobs)
+    assert loop.me.pending.predicted_goodput is None, "the chain knows nothing of what a watermark saves"
+
+
 def test_some_tax_raises_the_watermark_by_two_percent_up_to_ten():
     loop = steady()
     loop.pod.tax = 0.05
@@ -365,6 +386,17 @@ def test_a_prediction_that_fails_is_said_with_both_numbers():
     assert missed and missed[0].observed["interval"] > 1.15 * missed[0].predicted["interval"]
 
 
+def test_none_where_three_were_promised_is_no_miss():
+    """The count that a prediction stands for scatters too: 0.07 rows/s over 45 s are three rows, or none."""
+    loop = moved()
+    loop.pod.slo = replace(loop.pod.slo, tpot=0.01)  # nothing is good
+    short = replace(loop.me.pending, predicted_goodput=0.07, predicted_interval=None, goodput_before=None)
+    loop.state = replace(loop.state, pods={"p": replace(loop.me, pending=short)})
+    loop.run(60)
+    judged = [r for r in loop.records if "goodput" in r.observed]
+    assert judged[0].observed["goodput"] == 0.0 and judged[0].outcome is not Outcome.MISPREDICTED
+
+
 def test_four_misses_bring_back_the_verified_setting_and_hold_it():
     loop = moved()
     loop.run(60)
@@ -437,7 +469,7 @@ def test_a_verified_setting_has_no_kv_budget_that_a_return_could_raise_over_a_cu
 def test_an_edit_of_the_objectives_ends_every_comparison_of_goodput_across_it():
     """The server's totals of good rows go on: over the edit they would say that goodput fell or rose."""
     loop = moved()
-    loop.run(15)
+    loop.run(35)
     loop.spec = replace(loop.spec, tpot=0.05)
     loop.pod.slo = replace(loop.pod.slo, tpot=0.05, generation=1)
     edited = loop.pod.now + 5  # the reading at which the law hears of it
@@ -449,6 +481,15 @@ def test_an_edit_of_the_objectives_ends_every_comparison_of_goodput_across_it():
     seen = [r for r in loop.records if "goodput" in r.observed]
     assert seen[0].observed["goodput"] == 0.0, "rows that were good under the old objective were counted"
     assert seen[0].outcome not in (Outcome.REVERTED, Outcome.MISPREDICTED)
+
+
+def test_a_move_right_after_such_an_edit_is_not_compared_with_the_goodput_before_it():
+    loop = moved()
+    loop.run(75)
+    assert loop.me.verified["max_batch_size"] == 8
+    loop.spec = replace(loop.spec, tpot=0.3)
+    loop.run(15)
+    assert loop.me.pending.after["max_batch_size"] > 8 and loop.me.pending.goodput_before is None
 
 
 def test_slots_that_were_never_used_prove_nothing():

@@ -186,6 +186,16 @@ def test_bursts_spread_the_rate_over_quantiles_and_a_steady_flow_does_not():
     assert mix.spread(base, steady).quantiles == (base.offered,)
 
 
+def test_the_quiet_before_the_first_row_makes_no_bursts():
+    pod = FlowPod(offered=0.0)
+    windows = [p.window for p in polled(pod, 8)]
+    pod.offered = 1.6
+    windows += [p.window for p in polled(pod, 12)]
+    base = mix.observe(Span(windows[8], windows[-1]))
+    assert mix.spread(base, windows).quantiles == (base.offered,)
+    assert window.begun(windows)[0] is windows[7]
+
+
 def test_settled_allows_for_whole_chunks_of_the_budget():
     w = polled(FlowPod(), 1)[0].window
     assert window.is_settled(w, 1000)

@@ -138,7 +138,7 @@ def _after(case: Case, change: Change) -> PodState:
     state, target, expected = case.state, case.last.target, change.expected
     goodput, interval = (expected.goodput, expected.interval) if expected else (None, None)
     if not any(k in change.knobs for k in SETTLED_KNOBS):
-        if state.pending and expected:  # the depth moves under a batch that is not judged yet: so does what is expected of it
+        if state.pending and expected and "max_batch_size" in state.pending.after:  # so does what is expected
             return replace(state, pending=replace(state.pending, predicted_goodput=goodput, predicted_interval=interval))
         return state
     state = replace(state, pending=Pending(

@@ -85,8 +85,24 @@ def _weigh(case: Case, evidence: Evidence) -> Step:
         if isinstance(settled, Step):
             return settled
         case, came_out = settled
-        return _beside(came_out, pressure(case) or _setpoint(case, evidence, batch_free=True))
-    return pressure(case) or _setpoint(case, evidence, batch_free=True)
+        return _beside(came_out, _next(case, evidence))
+    return _next(case, evidence)
+
+
+def _next(case: Case, evidence: Evidence) -> Step:
+    """Pressure before the set-point; the queue depth, which always may, beside either."""
+    step = pressure(case)
+    if step is None or step.state is None or step.record is None:
+        return _setpoint(case, evidence, batch_free=True)
+    depth = _setpoint(replace(case, state=step.state), evidence, batch_free=False)
+    if depth.record is None or not depth.record.changes:
+        return step
+    record = replace(
+        step.record, reason=f"{step.record.reason}; {depth.record.reason}", predicted=depth.record.predicted,
+        changes={**step.record.changes, **depth.record.changes}, inputs={**step.record.inputs, **depth.record.inputs},
+    )
+    move = replace(step.move, knobs={**step.move.knobs, **depth.move.knobs}) if step.move and depth.move else None
+    return Step(depth.state, move, record)
 
 
 def _beside(came_out: Shown, step: Step) -> Step:

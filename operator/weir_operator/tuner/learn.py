@@ -9,7 +9,7 @@ from dataclasses import replace
 from weir_operator.tuner import chain, mix, plant
 from weir_operator.tuner.chain import Model
 from weir_operator.tuner.types import Mix, PodState
-from weir_operator.tuner.window import Evidence, Span
+from weir_operator.tuner.window import Evidence, Span, begun
 from weir_server.contract import Plant, Window
 
 SAMPLES = 600.0
@@ -37,7 +37,10 @@ def absorb(state: PodState, windows: Sequence[Window], evidence: Evidence) -> Po
     state = replace(state, seen=span.new.monotonic)
     if span.steps <= 0:
         return state
-    traffic, shifted = mix.smooth(state.mix, mix.observe(evidence.span), evidence.span.offered)
+    seen = evidence.span
+    if state.mix is None:  # the first of it weighs most: a load that began within the tick would look light for minutes
+        seen = Span(max(seen.old, begun(windows)[0], key=lambda w: w.monotonic), seen.new)
+    traffic, shifted = mix.smooth(state.mix, mix.observe(seen), seen.offered)
     state = replace(state, sums=plant.forget(state.sums, span.sums), mix=traffic)
     if shifted:
         state = replace(state, prefill={}, direction=0, reversal_ticks=0, misses=0)

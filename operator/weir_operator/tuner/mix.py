@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from weir_operator.tuner.types import Mix
-from weir_operator.tuner.window import Span
+from weir_operator.tuner.window import Span, begun
 from weir_server.contract import Window
 
 KEEP = 0.9
@@ -60,7 +60,7 @@ def _side(value: float, mean: float) -> int:
 
 def spread(mix: Mix, windows: Sequence[Window]) -> Mix:
     """With λ's quantiles over the polls where arrivals spread more than Poisson, scaled to the smoothed mean."""
-    spans = [Span(a, b) for a, b in pairwise(windows) if b.monotonic > a.monotonic]
+    spans = [Span(a, b) for a, b in pairwise(begun(windows)) if b.monotonic > a.monotonic]
     counts = [s.offered for s in spans]
     mean = statistics.fmean(counts) if counts else 0.0
     if len(counts) < MIN_BINS or mean <= 0 or statistics.variance(counts) < OVERDISPERSED * mean:

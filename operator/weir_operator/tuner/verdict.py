@@ -91,8 +91,8 @@ def _compare(pending: Pending, observed: Mapping[str, float], span: Span, window
         return Verdict(Finding.MISSED, "the time per token is off by more than 15 %", observed)
     predicted = pending.predicted_goodput
     if predicted is not None and same_load:
-        off = abs(observed["goodput"] - predicted)
-        if off > ERROR * predicted and off > STANDARD_ERRORS * error:
+        off, chance = abs(observed["goodput"] - predicted), math.sqrt(predicted / span.seconds)  # of a count with that mean
+        if off > ERROR * predicted and off > STANDARD_ERRORS * max(error, chance):
             return Verdict(Finding.MISSED, "goodput is off by more than 15 % and two standard errors", observed)
     return Verdict(Finding.KEPT, "it came out as predicted", observed)
 

@@ -162,6 +162,12 @@ def back_to(windows: Sequence[Window], seconds: float) -> Span | None:
     return Span(old, last)
 
 
+def begun(windows: Sequence[Window]) -> Sequence[Window]:
+    """From the last reading before the first row was offered: an idle start is no part of the traffic."""
+    first = next((i for i, w in enumerate(windows) if Span(windows[0], w).offered > 0), len(windows))
+    return windows[max(0, first - 1):] if not windows[0].running else windows
+
+
 @dataclass(frozen=True)
 class Evidence:
     """The shortest span that holds enough, and whether it does. `source` is the histogram that times per token come from."""
