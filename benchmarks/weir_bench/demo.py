@@ -24,7 +24,7 @@ from weir_bench import results
 from weir_bench.arrivals import Mix, schedule, to_json
 from weir_bench.display import View, tuner_line
 from weir_bench.goodput import Objectives, series, share
-from weir_bench.load import Report, offered
+from weir_bench.load import Outcome, Report, offered
 from weir_bench.local import Local, NotServing
 from weir_bench.plot import Move, Part, Sample, picture
 from weir_bench.sizing import Sizing, explain, size
@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 MIX = Mix(prompt=128, output=64, cv=0.5)
 INTERVAL = 10.0
 """Seconds of one point in the series of goodput and latency."""
+TOLERATED = 5
+"""So many requests may end in neither an answer nor a 503, in each part, before the demo gives up."""
 MOVED, ADVISED = ("Moved", "Reverted"), ("Advised",)
 
 
@@ -81,21 +83,28 @@ async def play(mode: str, manifest: Path, sizing: Sizing, options: Options, cons
         def view() -> View:
             return View(part, outcomes, objectives, loop.time() - began, tuner_line(local.status()))
 
+        failed: asyncio.Future[None] = loop.create_future()
+
+        def heard(outcome: Outcome) -> None:
+            outcomes.append(outcome)
+            if sum(o.broken for o in outcomes) >= TOLERATED and not failed.done():
+                failed.set_exception(NotServing(f"{TOLERATED} requests broke, the last: {outcome.status} {outcome.error}"))
+
         with _shown(console, view, options.tick) as sampled:
-            watching = asyncio.create_task(local.watch(began, lambda sample: sampled(part, sample)))
             # what has not ended when the last request could still have been in time is a miss, whatever becomes of it
-            patience = objectives.ttft + MIX.most * MIX.output * objectives.tpot
-            loading = asyncio.create_task(
-                offered(local.server["url"], arrivals, seed=options.seed, drain=patience, on_outcome=outcomes.append))
+            drain = objectives.ttft + MIX.most * MIX.output * objectives.tpot
+            watching = asyncio.create_task(local.watch(began, lambda sample: sampled(part, sample)))
+            load = offered(local.server["url"], arrivals, seed=options.seed, drain=drain, on_outcome=heard)
+            loading = asyncio.create_task(load)
             try:
-                await asyncio.wait([watching, loading], return_when=asyncio.FIRST_COMPLETED)
-                if watching.done():
-                    watching.result()  # raises
+                done, _ = await asyncio.wait([watching, loading, failed], return_when=asyncio.FIRST_COMPLETED)
+                for ended in done:
+                    ended.result()  # raises what went wrong
                 report = loading.result()
             finally:
-                for task in (watching, loading):
+                for task in (watching, loading, failed):
                     task.cancel()
-                await asyncio.gather(watching, loading, return_exceptions=True)
+                await asyncio.gather(watching, loading, failed, return_exceptions=True)
         history = local.status()["status"].get("tuning", {}).get("history", [])
     part.goodput = share(report.outcomes, objectives)
     part.intervals = series(report.outcomes, objectives, INTERVAL)

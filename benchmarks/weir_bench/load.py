@@ -51,7 +51,13 @@ class Outcome:
     finish: str | None = None
     retry_after: float | None = None
     error: str | None = None
+    given_up: bool = False  # by us, for lack of time
     gaps: list[float] = field(default_factory=list)  # between events, where asked for
+
+    @property
+    def broken(self) -> bool:
+        """Neither answered nor refused as a server should."""
+        return not self.given_up and (self.status not in (200, 503) or (self.status == 200 and self.error is not None))
 
 
 @dataclass(slots=True)
@@ -111,11 +117,11 @@ class Client:
                         outcome.retry_after = _number(answer.headers.get("Retry-After"))
                         outcome.error = (await answer.text())[:200]
         except TimeoutError:
-            outcome.error = f"no end within {self.timeout:g} s"
+            outcome.error, outcome.given_up = f"no end within {self.timeout:g} s", True
         except aiohttp.ClientError as e:
             outcome.error = f"{type(e).__name__}: {e}"
         except asyncio.CancelledError:
-            outcome.error = "the run ended first"
+            outcome.error, outcome.given_up = "the run ended first", True
         outcome.ended = self.now()
         return outcome
 

@@ -72,6 +72,7 @@ async def test_every_kind_of_end_is_told_apart(server):
     assert broke.status == 200 and broke.error is not None
     assert silent.status == 0 and "1 s" in silent.error
     assert failed.status == 200 and "inference backend error" in failed.error
+    assert [o.broken for o in report.outcomes] == [False, False, True, False, True]
     assert len(heard) == 5
     assert seen[0]["model"] == "m" and seen[0]["ignore_eos"] is True
 
