@@ -68,6 +68,14 @@ REFUSED = {
         {**knobs(kvCacheBudget={"initial": "2Gi"}), "engine": {"limits": {"kvCache": "1Gi"}}},
         "tuning.knobs.kvCacheBudget.initial must not exceed engine.limits.kvCache",
     ),
+    "least batch beyond the envelope": (
+        {**knobs(maxBatchSize={"min": 9}), "engine": {"limits": {"maxBatchSize": 8}}},
+        "tuning.knobs.maxBatchSize.min must not exceed engine.limits.maxBatchSize",
+    ),
+    "least budget beyond the envelope": (
+        {**knobs(kvCacheBudget={"min": "2Gi"}), "engine": {"limits": {"kvCache": "1Gi"}}},
+        "tuning.knobs.kvCacheBudget.min must not exceed engine.limits.kvCache",
+    ),
     "an argument that is ours": ({"engine": {"extraArgs": ["--port=1"]}}, "must be flags of weir-server"),
     "an argument that is no flag": ({"engine": {"extraArgs": ["serve"]}}, "must be flags of weir-server"),
     "drain too long": ({"drain": {"timeout": "31m"}}, "must not exceed 30m"),

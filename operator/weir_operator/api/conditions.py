@@ -69,6 +69,10 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
 }
 
 
+MAX_MESSAGE = 1024
+"""Characters: some messages name every pod, and a status must stay small."""
+
+
 @dataclass(frozen=True, slots=True)
 class Condition:
     type: str
@@ -85,7 +89,7 @@ class Condition:
             "type": self.type,
             "status": {True: "True", False: "False", None: "Unknown"}[self.status],
             "reason": self.reason,
-            "message": self.message or CATALOGUE[self.type][self.reason],
+            "message": self.message[:MAX_MESSAGE] or CATALOGUE[self.type][self.reason],
             "lastTransitionTime": since,
             "observedGeneration": generation,
         }

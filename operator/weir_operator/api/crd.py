@@ -80,7 +80,7 @@ _TUNING = {
             "maxQueueDepth": _described(_INTEGER, "Rows that may wait."),
             "kvCacheBudget": {"type": "string", "description": "KV budget as a quantity."},
             "admissionWatermarkPercent": _described(_INTEGER, "Share of the KV budget kept free at admission."),
-        }}, "Effective values of the pod that has been ready longest."),
+        }}, "Effective values of the first pod, by name, that answers."),
         "pods": {"type": "array", "maxItems": 50, "description": "Each pod's knobs as read back.", "items": _OPEN},
         "history": {"type": "array", "maxItems": 20, "description": "The last decisions, newest first.", "items": _OPEN},
         "state": _described(_OPEN, "What the tuner resumes from after a restart."),

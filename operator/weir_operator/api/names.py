@@ -15,7 +15,6 @@ FIELD_MANAGER = "weir-operator"
 MANAGED_LABEL = f"{GROUP}/managed"
 MANAGED_SELECTOR = f"{MANAGED_LABEL}=true"
 OWNER_LABEL = f"{GROUP}/name"
-HASH_ANNOTATION = f"{GROUP}/template-hash"
 
 CONTAINER = "server"
 """Our container in the pod template; an overlay addresses it by this name."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.alias_generators import to_camel
 
-from weir_operator.api.names import API_VERSION, KIND
+from weir_operator.api.names import API_VERSION, CONTAINER, KIND
 from weir_operator.api.quantity import DURATION_PATTERN, parse_bytes, parse_duration
 
 Rule = tuple[str, str]
@@ -120,7 +120,20 @@ ExtraArgs = Annotated[
 ]
 
 
-Overlay = Annotated[dict[str, Any], WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True})]
+def _overlay(template: dict[str, Any]) -> dict[str, Any]:
+    """The API server does not look into it, so this is said in the status."""
+    spec = template.get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    for container in containers if isinstance(containers, list) else ():
+        if isinstance(container, dict) and container.get("name") == CONTAINER and "args" in container:
+            raise ValueError(f"the args of container {CONTAINER} are Weir's: put yours in engine.extraArgs")
+    return template
+
+
+Overlay = Annotated[
+    dict[str, Any], AfterValidator(_overlay),
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]
 
 
 class _Part(BaseModel):
@@ -176,38 +189,36 @@ class Slo(_Part):
     """Time per output token after the first, as a request's mean."""
 
 
+ENDS = ("min", "initial", "max")
 _ORDER = (
-    ("!has(self.min) || !has(self.max) || {min} <= {max}", "min must not exceed max"),
-    ("!has(self.min) || !has(self.initial) || {min} <= {initial}", "initial must not be below min"),
-    ("!has(self.initial) || !has(self.max) || {initial} <= {max}", "initial must not exceed max"),
+    ("min", "max", "min must not exceed max"),
+    ("min", "initial", "initial must not be below min"),
+    ("initial", "max", "initial must not exceed max"),
+)
+_NUMBERS = "!has(self.{a}) || !has(self.{b}) || self.{a} <= self.{b}"
+_QUANTITIES = (  # CEL has no <= between them, and one that is malformed has a sentence of its own
+    "!has(self.{a}) || !has(self.{b}) || !isQuantity(string(self.{a})) || !isQuantity(string(self.{b}))"
+    " || quantity(string(self.{a})).compareTo(quantity(string(self.{b}))) <= 0"
 )
 
 
-def _order(of: str = "self.{}") -> dict[str, Any]:
-    names = {name: of.format(name) for name in ("min", "initial", "max")}
-    rules = _rules(*((rule.format(**names), message) for rule, message in _ORDER))
-    if "quantity" in of:  # CEL has no <= between quantities
-        for rule in rules["x-kubernetes-validations"]:
-            left, right = rule["rule"].rsplit(" <= ", 1)
-            guard, left = left.rsplit(" || ", 1)
-            texts = [side.removeprefix("quantity(").removesuffix(")") for side in (left, right)]
-            malformed = " || ".join(f"!isQuantity({text})" for text in texts)  # has a sentence of its own
-            rule["rule"] = f"{guard} || {malformed} || {left}.compareTo({right}) <= 0"
-    return rules
+def _order(template: str) -> dict[str, Any]:
+    return _rules(*((template.format(a=a, b=b), message) for a, b, message in _ORDER))
 
 
-def _check_order(low: float | None, initial: float | None, high: float | None) -> None:
-    for a, b, message in ((low, high, _ORDER[0][1]), (low, initial, _ORDER[1][1]), (initial, high, _ORDER[2][1])):
-        if a is not None and b is not None and a > b:
+def _check_order(values: dict[str, float | None]) -> None:
+    for a, b, message in _ORDER:
+        low, high = values[a], values[b]
+        if low is not None and high is not None and low > high:
             raise ValueError(message)
 
 
 class _IntKnob(_Part):
-    model_config = ConfigDict(json_schema_extra=_order())
+    model_config = ConfigDict(json_schema_extra=_order(_NUMBERS))
 
     @model_validator(mode="after")
     def _ordered(self) -> Any:
-        _check_order(*(getattr(self, name) for name in ("min", "initial", "max")))
+        _check_order({name: getattr(self, name) for name in ENDS})
         return self
 
 
@@ -236,7 +247,7 @@ class PercentKnob(_IntKnob):
 class BytesKnob(_Part):
     """A knob in bytes, as quantities. Each bound is optional; an absent one is the envelope's."""
 
-    model_config = ConfigDict(json_schema_extra=_order("quantity(string(self.{}))"))
+    model_config = ConfigDict(json_schema_extra=_order(_QUANTITIES))
 
     min: Quantity | None = None
     """Least value that the tuner may set."""
@@ -247,8 +258,7 @@ class BytesKnob(_Part):
 
     @model_validator(mode="after")
     def _ordered(self) -> Any:
-        values = [getattr(self, name) for name in ("min", "initial", "max")]
-        _check_order(*(parse_bytes(v) if v is not None else None for v in values))
+        _check_order({name: parse_bytes(v) if (v := getattr(self, name)) is not None else None for name in ENDS})
         return self
 
 
@@ -297,10 +307,10 @@ class Spec(_Part):
     """What should run."""
 
     model_config = ConfigDict(json_schema_extra=_rules(
-        *(_inside_limit("maxBatchSize", end, "maxBatchSize", "{knob} <= {limit}") for end in ("initial", "max")),
+        *(_inside_limit("maxBatchSize", end, "maxBatchSize", "{knob} <= {limit}") for end in ENDS),
         *(
             _inside_limit("kvCacheBudget", end, "kvCache", "quantity(string({knob})).compareTo(quantity(string({limit}))) <= 0")
-            for end in ("initial", "max")
+            for end in ENDS
         ),
     ))
 
@@ -322,12 +332,12 @@ class Spec(_Part):
     """When the node fetches the image. Default: as Kubernetes decides."""
     template: Overlay | None = None
     """A PodTemplateSpec laid over ours: resources, node selection, volumes, more containers. Lists are merged by name; our
-    container is called `server`."""
+    container is called `server`, and its arguments belong in engine.extraArgs."""
 
     @model_validator(mode="after")
     def _inside_limits(self) -> Any:
         limits, knobs = self.engine.limits, self.tuning.knobs
-        for name in ("max", "initial"):
+        for name in ENDS:
             value = getattr(knobs.max_batch_size, name)
             if value is not None and limits.max_batch_size is not None and value > limits.max_batch_size:
                 raise ValueError(f"tuning.knobs.maxBatchSize.{name} must not exceed engine.limits.maxBatchSize")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,22 +130,16 @@ def pod_template(resource: InferenceDeployment, defaults: Defaults) -> dict[str,
     return dict(overlaid(ours, spec.template or {}))
 
 
-def template_hash(template: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest()[:16]
-
-
 def children(resource: InferenceDeployment, defaults: Defaults) -> list[Manifest]:
     """All children, in the order in which they are applied: what pods mount comes before the pods."""
     meta, spec = resource.metadata, resource.spec
-    template = pod_template(resource, defaults)
     deployment = _child(resource, "apps/v1", "Deployment", meta.name, spec={
         "replicas": spec.replicas,
         "selector": {"matchLabels": selector(resource)},
         "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}},
         "progressDeadlineSeconds": START_SECONDS,
-        "template": template,
+        "template": pod_template(resource, defaults),
     })
-    deployment["metadata"]["annotations"] = {names.HASH_ANNOTATION: template_hash(template)}
     boot = yaml.safe_dump(boot_file(spec), sort_keys=True)
     token = base64.b64encode(defaults.token.encode()).decode()
     return [
