@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from typing import Any
 
 import pytest
+from fake_server import until
 
+from weir_operator.io.apply import NotLeader, Writer
 from weir_operator.io.kube import ApiError
 from weir_operator.loops import lease as module
 from weir_operator.loops.lease import LEASE_SECONDS, MARGIN, LeaseLoop
@@ -120,6 +123,38 @@ async def test_an_api_server_that_is_away_ends_the_hold_in_time(bench: Bench) ->
     bench.server.down = False
     await turn(a)
     assert a.held()
+
+
+async def test_a_request_that_is_never_answered_is_tried_again_while_the_hold_lasts(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert module.RENEW_SECONDS + module.TURN_SECONDS + module.RETRY_SECONDS < LEASE_SECONDS - MARGIN
+    for name in ("RENEW_SECONDS", "TURN_SECONDS", "RETRY_SECONDS"):
+        monkeypatch.setattr(module, name, 0.02)
+    a, asked, get = bench.replica("a"), [], bench.server.get
+
+    async def swallow(*where: str) -> Any:
+        asked.append(where)
+        return await (asyncio.sleep(60) if len(asked) == 2 else get(*where))
+
+    monkeypatch.setattr(bench.server, "get", swallow)
+    task = asyncio.create_task(a.run())
+    await until(lambda: len(asked) > 3)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert bench.led == ["a"]
+
+
+async def test_a_write_is_given_up_when_the_hold_ends() -> None:
+    class Black:
+        async def request(self, *_: Any, **__: Any) -> None:
+            await asyncio.sleep(60)
+
+    black: Any = Black()
+    with pytest.raises(NotLeader):
+        async with asyncio.timeout(10):
+            await Writer(black, lambda: 0.02).patch_spec("ns", "a", {}, "m")
+    await Writer(black, lambda: 0.02).event({"metadata": {"uid": "u", "name": "a", "namespace": "ns"}}, "KnobsMoved", "x")
 
 
 async def test_of_two_that_reach_for_a_free_lease_one_gets_it(bench: Bench) -> None:

@@ -7,16 +7,18 @@ unfenced, since it is never read; its name carries the owner's uid, so it is nob
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import logging
+import math
 import secrets
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from weir_operator.api import names
-from weir_operator.io.kube import APPLY, MERGE, ApiError, Kube, path
+from weir_operator.io.kube import APPLY, MERGE, ApiError, Kube, Unreachable, path
 
 log = logging.getLogger(__name__)
 KEY_SECRET = "weir-operator-key"
@@ -31,15 +33,23 @@ def utc_now() -> str:
 
 
 class Writer:
-    """Every write goes through here and asks `may_write` first."""
+    """Every write goes through here, and must be done within the seconds that `left` gives."""
 
-    def __init__(self, kube: Kube, may_write: Callable[[], bool] = lambda: True) -> None:
-        self._kube, self.may_write = kube, may_write
+    def __init__(self, kube: Kube, left: Callable[[], float] = lambda: math.inf) -> None:
+        self._kube, self._left = kube, left
+
+    def may_write(self) -> bool:
+        return self._left() > 0
 
     async def _write(self, method: str, target: str, body: Any, content_type: str = "application/json", **query: str) -> Any:
+        """Raises NotLeader, ApiError, Unreachable."""
         if not self.may_write():
             raise NotLeader("the Lease is not held")
-        return await self._kube.request(method, target, query=query, body=body, content_type=content_type)
+        try:
+            async with asyncio.timeout(None if math.isinf(left := self._left()) else left):
+                return await self._kube.request(method, target, query=query, body=body, content_type=content_type)
+        except TimeoutError:
+            raise NotLeader("the Lease ran out before the API server answered") from None
 
     async def apply(self, manifest: Mapping[str, Any], observed: Mapping[str, Any] | None) -> dict[str, Any]:
         """Create or change a child so that it says what `manifest` says. ApiError 409: it changed since `observed`."""
@@ -88,7 +98,7 @@ class Writer:
                 count = (known or {}).get("count", 1) + 1
                 again = {"count": count, "lastTimestamp": now, "message": message[:1024]}
                 await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
-        except ApiError as e:
+        except (ApiError, NotLeader, Unreachable) as e:
             log.warning("event %s for %s not written: %s", reason, meta["name"], e)
 
     async def control_key(self, namespace: str) -> bytes:

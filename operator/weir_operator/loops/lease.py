@@ -2,7 +2,9 @@
 
 Bounds: a leader stops writing LEASE_SECONDS − MARGIN after its last successful renewal, by a clock that runs while it is
 stopped (CLOCK_BOOTTIME where there is one), and another takes over LEASE_SECONDS after that renewal as seen on its own
-clock; so two never write at once. On SIGTERM the Lease is given back, and the other leads within RETRY_SECONDS.
+clock; so two never write at once, since a write is given up when the hold ends. A renewal that gets no answer in TURN_SECONDS
+is tried once more, over another connection, before the hold ends. On SIGTERM the Lease is given back, and the other leads
+within RETRY_SECONDS.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from weir_operator.io.metrics import LEADER
 
 log = logging.getLogger(__name__)
 LEASE_NAME = "weir-operator"
-LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS, MARGIN = 15.0, 5.0, 2.0, 3.0
+LEASE_SECONDS, RENEW_SECONDS, TURN_SECONDS, RETRY_SECONDS, MARGIN = 15.0, 5.0, 3.0, 2.0, 3.0
 
 
 def clock() -> float:
@@ -44,7 +46,11 @@ class LeaseLoop:
 
     def held(self) -> bool:
         """May this process write now?"""
-        return clock() < self._until
+        return self.left() > 0
+
+    def left(self) -> float:
+        """Seconds for which it may."""
+        return max(0.0, self._until - clock())
 
     def epoch(self) -> int | None:
         """Creation second of the Lease · 2^16 + its transitions, while it is held; else None."""
@@ -55,12 +61,15 @@ class LeaseLoop:
         try:
             while True:
                 LEADER.set(self.held())
+                pause = RETRY_SECONDS
                 try:
-                    await self._turn()
-                except (ApiError, Unreachable) as e:
-                    log.warning("lease: %s", e)
+                    async with asyncio.timeout(TURN_SECONDS):
+                        await self._turn()
+                    pause = RENEW_SECONDS if self.held() else RETRY_SECONDS
+                except (ApiError, Unreachable, TimeoutError) as e:
+                    log.warning("lease: %s", str(e) or f"no answer in {TURN_SECONDS:.0f} s")
                 LEADER.set(self.held())
-                await asyncio.sleep(RENEW_SECONDS if self.held() else RETRY_SECONDS)
+                await asyncio.sleep(pause)
         finally:
             await self._give_back()
 
