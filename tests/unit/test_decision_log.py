@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,20 @@ def test_a_replay_decides_the_same(log: Path) -> None:
     result = replay(log)
     assert result.exit_code == 0, result.output
     assert result.output.startswith("30 decisions")
+
+
+async def test_a_log_that_begins_with_silence_can_be_replayed(tmp_path: Path) -> None:
+    file, news = tmp_path / "log.jsonl", News()
+    written = DecisionLog(file)
+    async with FakeServer() as server, ControlClient() as client:
+        silent = replace(server.endpoint(), token="another")
+        for endpoint in (silent, silent, server.endpoint()):
+            loop = TunerLoop(client, lambda e=endpoint: [Subject("l/c", resource(), (e,))], lambda: 1, news, TunerSettings())
+            await loop.once()
+            written.write(news.rounds[-1])
+    written.close()
+    result = replay(file)
+    assert result.exit_code == 0, result.output
 
 
 def test_a_decision_that_was_tampered_with_is_found(log: Path) -> None:

@@ -12,6 +12,9 @@ import yaml
 from typer.testing import CliRunner
 
 from weir_operator.cli.app import app
+from weir_operator.cli.local import _Local
+from weir_operator.loops.tuner import TunerSettings
+from weir_operator.plan.plan import parse
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
@@ -50,6 +53,40 @@ def test_a_wrong_manifest_is_one_line_and_status_2(text: str, words: str) -> Non
     assert status == 2
     assert words in said
     assert len(said.strip().splitlines()) == 1, said
+
+
+LOCAL_MISTAKES = [
+    (("--decision-log=/nowhere/log",), "/nowhere/log: No such file or directory"),
+    (("--status-file=/nowhere/status",), "/nowhere/status"),
+    (("--host=no.such.host.invalid",), "cannot listen on no.such.host.invalid"),
+    (("--host=no.such.host.invalid", "--port=0"), "cannot listen on no.such.host.invalid"),
+    (("--host=203.0.113.7",), "cannot listen on 203.0.113.7, port 8080: Cannot assign requested address"),
+]
+
+
+@pytest.mark.parametrize(("args", "words"), LOCAL_MISTAKES)
+def test_what_local_cannot_use_is_one_line_and_status_2(args: tuple[str, ...], words: str) -> None:
+    status, said = invoke("local", str(EXAMPLES[0]), "--port=0" if "host" not in args[0] else "--mode=Auto", *args)
+    assert status == 2, said
+    assert words in said
+    assert len(said.strip().splitlines()) == 1, said
+
+
+def test_a_mode_for_a_manifest_whose_tuning_is_no_mapping() -> None:
+    text = EXAMPLES[0].read_text()
+    raw = {**yaml.safe_load(text), "spec": {**yaml.safe_load(text)["spec"], "tuning": "foo"}}
+    status, said = invoke("local", "-", "--mode=Advise", stdin=yaml.safe_dump(raw))
+    assert (status, len(said.strip().splitlines())) == (2, 1), said
+    assert "spec.tuning" in said
+
+
+def test_control_ports_stay_on_loopback(tmp_path: Path) -> None:
+    resource = parse(yaml.safe_load(EXAMPLES[0].read_text()))
+    made = _Local(resource, "0.0.0.0", 0, tmp_path, None, None, TunerSettings())
+    [server] = made._servers
+    assert "--host=0.0.0.0" in server.args
+    assert "--control-host=127.0.0.1" in server.args
+    assert server.control_url.startswith("http://127.0.0.1:")
 
 
 def test_a_missing_file_is_named() -> None:

@@ -33,7 +33,7 @@ class DecisionLog:
 
     def write(self, round_: Round) -> None:
         for name, view in round_.pods.items():
-            if view.control is not self._controls.get(name):
+            if name not in self._controls or view.control is not self._controls[name]:
                 self._controls[name] = view.control
                 self._line({"pod": name, "class": view.pod_class, "control": view.control.to_wire() if view.control else None})
             last = view.polls[-1]

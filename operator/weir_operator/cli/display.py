@@ -45,11 +45,11 @@ def quantile(before: Histogram, after: Histogram, share: float) -> float | None:
 
 def reading(view: PodView, seconds: float) -> Reading | None:
     """Of the last `seconds` of a pod's polls; None where it did not answer."""
-    polls = [(p.at, p.window) for p in view.polls if p.window]
-    if not polls:
+    windows = [p.window for p in view.polls if p.window and view.polls[-1].at - p.at <= seconds + 0.5]
+    if not windows:
         return None
-    at, last = polls[-1]
-    first = next(w for t, w in polls if at - t <= seconds + 0.5 and w.instance == last.instance)
+    last = windows[-1]
+    first = next(w for w in windows if w.instance == last.instance)
 
     def both(name: str) -> tuple[float | None, float | None]:
         pair = first.histograms[name], last.histograms[name]

@@ -36,6 +36,8 @@ from weir_operator.plan.plan import plan
 from weir_operator.plan.status import Observed, TuningReport
 from weir_operator.tuner.types import Record
 
+LOOPBACK = "127.0.0.1"
+"""Of the control ports, wherever the servers themselves listen: only this process has to reach them."""
 LONGEST_GRACE = 10.0
 """Seconds that running requests get after Ctrl-C; a second Ctrl-C ends at once."""
 
@@ -47,14 +49,20 @@ def run_local(
     """Until SIGINT or SIGTERM. Returns the exit status."""
     if claim(resource.spec):
         fail("spec.model.source: a pvc:// source needs a cluster; here use file:///PATH or package://DISTRIBUTION/FILE")
-    taken = [p for p in range(port, port + resource.spec.replicas) if port and port_taken(host, p)]
-    if taken:
-        fail(f"port {taken[0]} is in use on {host}; choose another with --port, or --port 0 for a free one")
+    for one in range(port, port + resource.spec.replicas) if port else (0,):
+        try:
+            taken = port_taken(host, one)
+        except (OSError, OverflowError) as e:
+            fail(f"cannot listen on {host}, port {one}: {getattr(e, 'strerror', None) or e}")
+        if taken:
+            fail(f"port {one} is in use on {host}; choose another with --port, or --port 0 for a free one")
     folder = Path(tempfile.mkdtemp(prefix="weir-local-"))
     try:
         return asyncio.run(_Local(resource, host, port, folder, status_file, decision_log, settings).run())
     except WrongInput as e:
         fail(str(e))
+    except OSError as e:
+        fail(f"{e.filename}: {e.strerror}" if e.filename else str(e))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -81,18 +89,18 @@ class _Local:
         self._servers = [self._server(i, host, port, folder) for i in range(resource.spec.replicas)]
 
     def _server(self, index: int, host: str, port: int, folder: Path) -> ServerProcess:
-        http, control = (port + index if port else free_port(host)), free_port(host)
+        http, control = (port + index if port else free_port(host)), free_port(LOOPBACK)
         args = [
-            *server_args(self._resource.spec), f"--host={host}", f"--port={http}", f"--control-host={host}",
+            *server_args(self._resource.spec), f"--host={host}", f"--port={http}", f"--control-host={LOOPBACK}",
             f"--control-port={control}", f"--control-token-file={folder / 'token'}", f"--boot-file={folder / 'boot.yaml'}",
         ]
         name = f"{self._resource.metadata.name}-{index}"
-        return ServerProcess(name, args, url_for(host, http), url_for(host, control), folder / f"{name}.log")
+        return ServerProcess(name, args, url_for(host, http), url_for(LOOPBACK, control), folder / f"{name}.log")
 
     # ------------------------------------------------------------------ what the tuner loop asks for
 
     def subjects(self) -> list[Subject]:
-        endpoints = tuple(Endpoint(s.name, s.control_url, self._token) for s in self._servers if s.ready)
+        endpoints = tuple(Endpoint(s.name, s.control_url, self._token, s.ready) for s in self._servers)
         return [Subject(f"local/{self._resource.metadata.name}", self._resource, endpoints)]
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
@@ -102,8 +110,8 @@ class _Local:
     def polled(self, subject: Subject, round_: Round) -> None:
         if self._log:
             self._log.write(round_)
-        ticked = bool(round_.decision.records)
-        self._records.update({r.pod: r for r in round_.decision.records})
+        ticked = bool(round_.records)
+        self._records.update({r.pod: r for r in round_.records})
         seen = {name: reading(view, self._settings.tick) for name, view in round_.pods.items()}
         if self._live:
             history = self._status.get("tuning", {}).get("history", ())

@@ -29,8 +29,9 @@ def load(file: Path, fail: Fail, mode: str | None = None) -> InferenceDeployment
     if len(found) != 1:
         fail(f"{file} must hold one {names.KIND}, it holds {len(found)}")
     [raw] = found
-    if mode is not None and isinstance(raw.get("spec"), dict):
-        raw["spec"]["tuning"] = {**(raw["spec"].get("tuning") or {}), "mode": mode}
+    spec = raw.get("spec")
+    if mode is not None and isinstance(spec, dict) and isinstance(tuning := spec.get("tuning") or {}, dict):
+        spec["tuning"] = {**tuning, "mode": mode}
     try:
         return parse({"apiVersion": None, "metadata": None, **raw})  # an API server would not guess them either
     except SpecError as e:

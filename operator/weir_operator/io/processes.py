@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import errno
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def free_port(host: str) -> int:
-    """A port that nobody listens on now."""
+    """A port that nobody listens on now. OSError: no such address here."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.bind((host, 0))
@@ -36,12 +37,15 @@ def free_port(host: str) -> int:
 
 
 def port_taken(host: str, port: int) -> bool:
+    """Whether somebody listens there. OSError: no such address here, or no right to that port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             s.bind((host, port))
-        except OSError:
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE:
+                raise
             return True
     return False
 
