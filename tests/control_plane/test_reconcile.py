@@ -164,6 +164,37 @@ def test_what_the_api_server_refuses_becomes_a_condition_with_its_words(
     assert len([e for e in events if e["reason"] == "ApplyRefused"]) == 1
 
 
+def test_a_dead_webhook_does_not_freeze_the_status(cluster: Cluster, namespace: str, operator: Operator) -> None:
+    cluster.apply(resource(), namespace)
+    make_ready(cluster, namespace)
+    wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True")
+    hook = {
+        "apiVersion": "admissionregistration.k8s.io/v1", "kind": "ValidatingWebhookConfiguration",
+        "metadata": {"name": namespace},
+        "webhooks": [{
+            "name": "dead.weir.dev", "clientConfig": {"url": "https://127.0.0.1:9/"}, "sideEffects": "None",
+            "admissionReviewVersions": ["v1"], "failurePolicy": "Fail",
+            "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": namespace}},
+            "rules": [{"operations": ["*"], "apiGroups": [""], "apiVersions": ["v1"], "resources": ["configmaps"]}],
+        }],
+    }
+    cluster.kubectl("apply", "-f", "-", stdin=json.dumps(hook))
+    try:
+        dry = ("create", "configmap", "x", "-n", namespace, "--dry-run=server")
+        wait(lambda: cluster.kubectl(*dry, check=False).returncode != 0, why="the webhook is in force")
+        patch(cluster, namespace, "infd", "chat", {"spec": {"slo": {"ttft": "3s"}}})
+        pod = child(cluster, namespace, "pod") or {}
+        unready = {"conditions": [{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "False"}]}
+        patch(cluster, namespace, "pod", pod["metadata"]["name"], {"status": unready}, "--subresource=status")
+        wait(lambda: condition(cluster, namespace, "Ready").get("status") == "False", why="the status follows the pods")
+        assert condition(cluster, namespace, "Progressing")["reason"] == "RollingOut"
+    finally:
+        cluster.kubectl("delete", "validatingwebhookconfiguration", namespace)
+    wait(lambda: cluster.kubectl(*dry, check=False).returncode == 0, why="the webhook is gone")
+    cluster.kubectl("annotate", "infd/chat", "-n", namespace, "note=again")  # an event spares us the growing delays
+    wait(lambda: "ttft: 3.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"], 90)
+
+
 @pytest.mark.parametrize("name", ["acme/Tiny Model:Q4", "yes", "1e3", "-dash"])
 def test_odd_served_names_reach_the_status(cluster: Cluster, namespace: str, operator: Operator, name: str) -> None:
     cluster.apply(resource(model={"source": "file:///m", "servedName": name}), namespace)

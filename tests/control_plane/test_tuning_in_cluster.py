@@ -9,8 +9,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from control_plane_kit import Cluster, Operator, condition, decoded, make_ready, resource, settled, wait
+from control_plane_kit import Cluster, Operator, child, condition, decoded, make_ready, resource, settled, wait
 
+from weir_operator.io.apply import Writer
+from weir_operator.io.kube import Kube
+from weir_operator.loops.reconcile import Reconciler
+from weir_operator.loops.steering import Steering
+from weir_operator.loops.store import Store
+from weir_operator.plan.plan import parse
+from weir_operator.plan.tuning import report
+from weir_operator.tuner.types import Mix, Pending, PodState, TunerState
 from weir_server.contract import CONTROL_PORT
 
 LABEL = "weir.dev/name=chat"
@@ -26,6 +34,36 @@ def operator(cluster: Cluster, namespace: str) -> Iterator[Operator]:
 
 async def _until(what: Any, seconds: float, why: str) -> Any:
     return await asyncio.to_thread(wait, what, seconds, why)
+
+
+async def test_what_the_tuner_knows_survives_in_the_status_and_is_written_once(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+    await asyncio.to_thread(cluster.apply, resource(), namespace)
+    pending = Pending(1.5, {"max_batch_size": 4.0}, {"max_batch_size": 8.0}, 2.5)
+    state = TunerState(None, {
+        "new": PodState("i", 1.25),
+        "known": PodState("i", 1.25, mix=Mix(1.0, (1.0,), 2.0, 3.0, 4.0), pending=pending, spread={170: 0.5}, ceiling=9),
+    })
+    async with await Kube.connect() as kube:
+        store, key = Store(), f"{namespace}/chat"
+        reconciler = Reconciler(kube, Writer(kube), store, "registry/weir-server:test", b"key")
+        await reconciler.refresh((namespace,))
+        [raw] = store.resources()
+        news = report(parse({k: v for k, v in raw.items() if k != "status"}), {}, set(), {}, state, (), {}, "", ())
+        reconciler.reports[key, raw["metadata"]["uid"]] = news
+        await reconciler(key)
+        stored = await asyncio.to_thread(cluster.get, "infd", "chat", namespace)
+        assert Steering.resumed(stored["status"]["tuning"]).state == state
+        await _until(lambda: child(cluster, namespace, "pod"), 30, "the controllers have done their part")
+        await reconciler.refresh((namespace,))
+        await reconciler(key)
+        writes = len(cluster.writes(namespace))
+        await reconciler.refresh((namespace,))
+        await reconciler(key)
+        assert [w["objectRef"]["resource"] for w in cluster.writes(namespace)[writes:]] == ["secrets"]  # by design: unread
 
 
 async def test_a_ready_pod_is_polled_steered_and_let_go(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from weir_operator.io.kube import path, proxy_for
+from weir_operator.loops import store as module
 from weir_operator.loops.reconcile import fingerprint
 from weir_operator.loops.store import Store
 
@@ -56,10 +57,39 @@ def test_a_fresh_list_drops_what_no_watch_reported_as_deleted() -> None:
     store = Store()
     for name in ("a", "b"):
         store.put("Pod", obj(name, **{"weir.dev/name": "chat"}))
-    store.replace("Pod", [obj("b", "2", **{"weir.dev/name": "chat"})])
+    store.replace("Pod", [obj("b", "2", **{"weir.dev/name": "chat"})], store.known("Pod"))
     assert [p["metadata"]["name"] for p in store.pods("ns/chat")] == ["b"]
     store.drop("Pod", obj("b", **{"weir.dev/name": "chat"}))
     assert store.pods("ns/chat") == []
+
+
+def test_a_list_knows_nothing_of_what_watches_told_while_it_was_made() -> None:
+    store = Store()
+    store.told("Pod", obj("deleted meanwhile"), False)
+    store.told("Pod", obj("made anew meanwhile", uid="old"), False)
+    before = store.known("Pod")
+    store.told("Pod", obj("deleted meanwhile"), True)
+    store.told("Pod", obj("made anew meanwhile", uid="new"), False)
+    store.told("Pod", obj("added meanwhile"), False)
+    store.replace("Pod", [obj("deleted meanwhile")], before)
+    assert sorted(store.known("Pod")) == ["ns/added meanwhile", "ns/made anew meanwhile"]
+
+
+def test_a_watch_owes_what_a_list_showed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    store = Store()
+    for name in ("same", "gone", "changed"):
+        store.told("Pod", obj(name), False)
+    store.replace("Pod", [obj("same"), obj("changed", "2")], store.known("Pod"))
+    now[0] = 90.0
+    assert store.lag() == 90
+    store.told("Pod", obj("gone"), True)
+    assert store.lag() == 90
+    store.told("Pod", obj("changed", "2"), False)
+    assert store.lag() == 0
+    store.replace("Pod", [obj("same"), obj("changed", "2")], store.known("Pod"))
+    assert store.lag() == 0
 
 
 def test_a_fingerprint_sees_edits_and_not_bookkeeping() -> None:

@@ -10,9 +10,9 @@ from weir_operator.api.conditions import Condition
 from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.plan import parse, plan
 from weir_operator.plan.status import _TUNED, Observed, TuningReport
-from weir_operator.plan.tuning import _CALMEST_FIRST, remembered
+from weir_operator.plan.tuning import _CALMEST_FIRST, remembered, tuner_spec
 from weir_operator.plan.tuning import report as published
-from weir_operator.tuner.types import Outcome, PodState, PodView, Poll, Record, TunerState
+from weir_operator.tuner.types import Outcome, Pending, PodState, PodView, Poll, Record, TunerState
 
 NOW, LATER = "2026-01-01T00:00:00Z", "2026-01-01T00:01:00Z"
 
@@ -27,7 +27,8 @@ def resource(replicas: int = 1, status: Any = None, **spec: Any) -> Any:
 
 
 def deployment(ready: int, total: int = 1, **status: Any) -> dict[str, Any]:
-    return {"status": {"replicas": total, "updatedReplicas": total, "readyReplicas": ready, **status}}
+    counts = {"replicas": total, "updatedReplicas": total, "readyReplicas": ready, "observedGeneration": 5}
+    return {"metadata": {"generation": 5}, "status": {**counts, **status}}
 
 
 def pod(name: str = "chat-x", ready: bool = False, state: Any = None, last: Any = None, conditions: Any = ()) -> dict[str, Any]:
@@ -90,6 +91,20 @@ def test_a_stuck_rollout_is_said_while_old_pods_serve() -> None:
     assert said["Ready"][0] == "True"
 
 
+@pytest.mark.parametrize(("seen", "reason"), [
+    ({"deployment": deployment(1)}, "Complete"),
+    ({"deployment": deployment(1, observedGeneration=4)}, "RollingOut"),  # its counts are of the template before
+    ({"deployment": deployment(1), "applied": False}, "RollingOut"),
+])
+def test_a_rollout_is_complete_only_of_the_present_template(seen: dict[str, Any], reason: str) -> None:
+    assert conditions(resource(1), **seen)["Progressing"][1] == reason
+
+
+def test_a_message_that_names_every_pod_is_cut() -> None:
+    said = conditions(resource(), tuning=report(outcome=Outcome.HOLDING, drift="x" * 9000))
+    assert len(said["Tuned"][2]) == 1024
+
+
 def report(**more: Any) -> TuningReport:
     return TuningReport(**{"status": {"mode": "Auto"}, "ready": 2, "answering": 2, **more})
 
@@ -106,6 +121,7 @@ TRAFFIC = [
     ({"tuning": report(outcome=Outcome.HOLDING)}, "Tuned", "True", "Holding"),
     ({"tuning": report(outcome=Outcome.MOVED)}, "Tuned", "False", "Moving"),
     ({"tuning": report(outcome=Outcome.HOLDING, drift="x")}, "Tuned", "False", "KnobDrift"),
+    ({"tuning": report(outcome=Outcome.NOT_SET, reason="409: x")}, "Tuned", "False", "Frozen"),
     ({"tuning": report(other_contract=("chat-0",))}, "KnobsUnsupported", "True", "OtherContract"),
 ]
 
@@ -137,19 +153,84 @@ def test_what_the_tuner_said_outlives_a_restart_of_the_operator() -> None:
     assert plan(resource(status=before), Observed(NOW), Defaults("i", "t")).status["tuning"] == before["tuning"]
 
 
-def test_the_status_of_many_pods_stays_small() -> None:
-    pods, state = {}, {}
-    for i in range(200):
-        name = f"chat-7d9f8b6c5d-{i:05d}"
-        spread = {bucket: 0.123456789 * bucket for bucket in range(150, 200)}
-        state[name] = PodState(instance="i" * 36, seen=12345.678901234, spread=spread, prefill=spread)
-        pods[name] = PodView(name, "c", None, (Poll(0.0, FakeServer().window()),))
-    changes = {"max_batch_size": (4.0, 9.0)}
-    records = [Record(1.79e9, name, "set-point", Outcome.MOVED, "r" * 200, changes) for name in list(pods)[:30]]
-    history = remembered((), records)
-    found = published(resource(), pods, {r.pod: r for r in records}, TunerState(1.79e9, state), history, {}, "", ()).status
+def full(size: int) -> PodState:
+    spread = {bucket: 0.123456789 * bucket for bucket in range(150, 150 + size)}
+    return PodState(instance="i" * 36, seen=12345.678901234, spread=spread, prefill=spread)
+
+
+@pytest.mark.parametrize("pods", [3, 50, 200])
+def test_the_status_of_many_pods_stays_small(pods: int) -> None:
+    names = [f"{'chat' * 12}-7d9f8b6c5d-{i:05d}" for i in range(pods)]
+    views = {name: PodView(name, "c", None, (Poll(0.0, FakeServer().window()),)) for name in names}
+    values = {f"figure_{i}": 0.12345 * i for i in range(6)}
+    moved = ("set-point", Outcome.MOVED, "r" * 150)
+    records = [
+        Record(1.79e9 + i, names[i % pods], *moved, {"max_batch_size": (4.0, float(i))}, {}, values, values)
+        for i in range(30)
+    ]
+    state = TunerState(1.79e9, {name: full(50) for name in names})
+    history, outcomes = remembered((), records), {r.pod: r for r in records}
+    found = published(resource(), views, set(names), outcomes, state, history, {}, "", ()).status
     assert len(found["history"]) == 20
-    assert len(found["pods"]) == 50
-    assert 0 < len(found["state"]["pods"]) < 20
+    assert len(found["pods"]) == min(pods, 50)
     assert len(json.dumps(plan(resource(), Observed(NOW, tuning=report(status=found)), Defaults("i", "t")).status)) < 32 * 1024
     assert TunerState.from_json(found["state"]).next_tick == 1.79e9
+    assert found["state"]["pods"]
+
+
+def test_a_state_survives_a_place_that_cannot_hold_nulls() -> None:
+    plain, busy = PodState("i", 5.0), PodState("i", 5.0, ceiling=9, pending=Pending(1.0, {"a": 1.0}, {"a": 2.0}, 3.0))
+    state = TunerState(None, {"a": plain, "b": busy})
+    found = published(resource(), {}, set(), {}, state, (), {}, "", ()).status["state"]
+    assert "null" not in json.dumps(found)
+    assert TunerState.from_json(json.loads(json.dumps(found))) == state
+
+
+def poll(at: float, **counters: Any) -> Poll:
+    server = FakeServer()
+    server.counters = {"instance": "one", **counters}
+    return Poll(at, server.window())
+
+
+def published_of(*polls: Poll, ready: bool = True, silent: bool = False) -> TuningReport:
+    ends = {"a": "gone"} if silent else {}
+    record = Record(0.0, "a", "gate", Outcome.STALE_METRICS, "x")
+    views = {"a": PodView("a", "c", None, polls)}
+    return published(resource(), views, {"a"} if ready else set(), {"a": record}, TunerState(), (), ends, "", ())
+
+
+def test_what_a_silent_pod_said_long_ago_is_not_said_again() -> None:
+    refusing = {"refused": {"queue_full": {"slots": 5}}}
+    spoke = [poll(0.0), poll(5.0, **refusing)]
+    assert published_of(*spoke).refusing
+    assert "knobs" in published_of(*spoke, Poll(10.0, None)).status
+    silent = published_of(*spoke, *(Poll(10.0 + 5 * i, None) for i in range(12)), silent=True)
+    assert not silent.refusing
+    assert "knobs" not in silent.status
+    assert silent.status["pods"] == []
+
+
+def test_a_pod_that_is_not_ready_is_shown_and_not_counted() -> None:
+    found = published_of(poll(0.0), ready=False, silent=True)
+    assert (found.ready, found.answering, found.silent, found.outcome) == (0, 0, {}, None)
+    assert [p["name"] for p in found.status["pods"]] == ["a"]
+
+
+def advice(*batches: int) -> list[Record]:
+    return [
+        Record(30.0 * i, "a", "set-point", Outcome.ADVISED, f"{i} rows/s", {"max_batch_size": (4.0, float(b))})
+        for i, b in enumerate(batches)
+    ]
+
+
+def test_the_same_advice_is_remembered_once() -> None:
+    history = remembered((), advice(8, 8, 8, 9, 9))
+    assert [h["changes"]["max_batch_size"] for h in history] == [[4, 9], [4, 8]]
+    moves = [Record(1.0, "a", "set-point", Outcome.MOVED, "x", {"max_batch_size": (4.0, 8.0)})] * 2
+    assert len(remembered((), moves)) == 2
+
+
+def test_without_objectives_the_tuner_only_advises() -> None:
+    assert tuner_spec(resource(slo=None).spec, 30, 5).mode == "Advise"
+    assert tuner_spec(resource().spec, 30, 5).mode == "Auto"
+    assert tuner_spec(resource(slo=None, tuning={"mode": "Disabled"}).spec, 30, 5).mode == "Disabled"

@@ -9,12 +9,15 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from aiohttp import web
 from fake_server import BOOT, FakeServer
+from prometheus_client import REGISTRY
 
+from weir_operator.io import scrape
 from weir_operator.io.scrape import ControlClient, Endpoint, Silent, url_for
 from weir_operator.loops import tuner as module
 from weir_operator.loops.steering import VERIFIED_SECONDS, Subject
@@ -26,10 +29,13 @@ from weir_operator.tuner.types import Decision, Move, Outcome, Record, TunerStat
 EPOCH = 7 * 2**16
 
 
-def resource(**tuning: Any) -> Any:
+SLO = {"ttft": "1s", "tpot": "50ms"}
+
+
+def resource(slo: Any = SLO, **tuning: Any) -> Any:
     return parse({
         "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment", "metadata": {"name": "chat", "uid": "u"},
-        "spec": {"model": {"source": "file:///m.gguf"}, "slo": {"ttft": "1s", "tpot": "50ms"}, "tuning": tuning},
+        "spec": {"model": {"source": "file:///m.gguf"}, "slo": slo, "tuning": tuning},
     })
 
 
@@ -237,6 +243,140 @@ async def test_values_that_met_the_objectives_for_long_become_the_fallback(serve
     await bench.poll(60.0)
     await bench.poll(5.0)
     assert server.board.fallback.max_batch_size == 9
+
+
+async def test_a_few_requests_verify_nothing(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    await bench.poll()
+    server.counters = {"slo_total": 9, "slo_good": {"ttft": 9, "tpot": 9, "both": 9}}
+    for _ in range(3):
+        await bench.poll(VERIFIED_SECONDS)
+    assert server.board.fallback.max_batch_size == 4
+
+
+async def test_a_learned_fallback_outlives_the_operator_and_declared_ones_are_not_learned(
+    server: FakeServer, bench: Bench,
+) -> None:
+    bench.resource = resource(knobs={"maxBatchSize": {"initial": 6}})
+    await bench.poll()
+    assert server.board.fallback.max_batch_size == 6
+    server.board.fallback = server.board.fallback.merged({"max_queue_depth": 9})  # as if learned
+    bench.fresh()
+    bench.epoch += 1
+    await bench.poll()
+    assert (server.board.fallback.max_batch_size, server.board.fallback.max_queue_depth) == (6, 9)
+    bench.resource = resource(knobs={"maxBatchSize": {"initial": 7}})
+    await bench.poll()
+    assert (server.board.fallback.max_batch_size, server.board.fallback.max_queue_depth) == (7, 9)
+
+
+async def test_in_auto_the_fallback_keeps_to_the_users_bounds(server: FakeServer, bench: Bench) -> None:
+    bench.resource = resource(knobs={"maxBatchSize": {"max": 2}})
+    await bench.poll()
+    assert server.board.fallback.max_batch_size == 2
+
+
+async def test_without_objectives_the_lease_is_given_back(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    bench.resource = resource(slo=None)
+    await bench.poll()
+    assert server.puts[-1]["lease_seconds"] == 0
+    assert server.board.target.max_batch_size == 4
+    assert bench.news.rounds[-1].spec.mode == "Advise"
+
+
+async def test_a_pod_that_is_not_ready_is_remembered_renewed_and_not_moved(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    ready, polls = bench.endpoints, len(bench.news.rounds[-1].pods["chat-0"].polls)
+    bench.endpoints = [replace(e, ready=False) for e in ready]
+    bench.law.moves = [{"max_batch_size": 8.0}]
+    await bench.poll(70.0)
+    assert server.board.target.max_batch_size == 9
+    assert bench.news.rounds[-1].failed == {"chat-0": "the pod is not ready"}
+    assert server.puts[-1] == server.puts[0]  # the lease was renewed
+    assert len(bench.news.rounds[-1].pods["chat-0"].polls) == polls + 1
+    assert bench.news.reports[-1].ready == 0
+
+
+async def test_a_move_that_a_pod_refused_is_nowhere_called_a_move(server: FakeServer, bench: Bench) -> None:
+    def count(result: str) -> float:
+        return REGISTRY.get_sample_value("weir_tuner_moves_total", {"knob": "max_batch_size", "result": result}) or 0.0
+
+    refused, set_ = count("refused"), count("set")
+    bench.law.moves = [{"max_batch_size": 500.0}]
+    await bench.poll()
+    [entry] = bench.news.reports[-1].status["history"]
+    assert entry["outcome"] == "NotSet"
+    assert "422" in entry["reason"]
+    assert (count("refused") - refused, count("set") - set_) == (1, 0)
+    assert bench.news.reports[-1].outcome is Outcome.NOT_SET
+
+
+async def test_drift_is_not_said_of_another_mode_or_process(server: FakeServer, bench: Bench) -> None:
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll()
+    server.board.target = server.board.target.merged({"max_batch_size": 5})
+    bench.resource = resource(mode="Advise")
+    await bench.poll(40.0)
+    assert bench.news.reports[-1].drift
+    await bench.poll(40.0)
+    assert not bench.news.reports[-1].drift
+
+
+def gauges() -> set[str]:
+    return {s.labels["pod"] for m in REGISTRY.collect() if m.name == "weir_tuner_knob" for s in m.samples}
+
+
+@pytest.mark.parametrize("end", ["the lead", "the resource", "the pod", "its voice"])
+async def test_gauges_go_with_what_they_were_of(server: FakeServer, bench: Bench, end: str) -> None:
+    async def silence(request: web.Request) -> Any:
+        return web.Response(status=500)
+
+    bench.endpoints = [server.endpoint(f"pod-{end}")]
+    await bench.poll()
+    assert f"pod-{end}" in gauges()
+    if end == "the lead":
+        bench.epoch = None
+    elif end == "the resource":
+        bench.loop._subjects = list
+    elif end == "the pod":
+        bench.endpoints = []
+    else:
+        server.behave = silence
+    await bench.poll()
+    assert f"pod-{end}" not in gauges()
+
+
+async def test_leading_anew_or_a_resource_made_anew_starts_from_the_status(bench: Bench) -> None:
+    async def polls() -> int:
+        await bench.poll()
+        return len(bench.news.rounds[-1].pods["chat-0"].polls)
+
+    assert [await polls(), await polls()] == [1, 2]
+    bench.epoch += 1  # another may have led in between, unseen by any poll
+    assert await polls() == 1
+    bench.resource = bench.resource.model_copy(update={"metadata": bench.resource.metadata.model_copy(update={"uid": "v"})})
+    assert await polls() == 1
+
+
+async def test_many_pods_that_hang_do_not_silence_one_that_answers(
+    server: FakeServer, bench: Bench, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scrape, "CONCURRENT", 2)
+    monkeypatch.setattr(scrape, "TIMEOUT_SECONDS", 0.5)
+
+    async def hang(request: web.Request) -> None:
+        await asyncio.sleep(60)
+
+    async with FakeServer() as black, ControlClient() as client:
+        black.behave = hang
+        hanging = [client.state(black.endpoint(f"x-{i}")) for i in range(6)]
+        *silent, answer = await asyncio.gather(*hanging, client.state(server.endpoint()), return_exceptions=True)
+    assert all(isinstance(e, Silent) for e in silent)
+    assert answer.instance == server.board.instance
 
 
 async def _status(status: int) -> web.Response:

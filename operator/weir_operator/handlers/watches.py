@@ -49,7 +49,7 @@ def _registry(store: Store, queue: WorkQueue, login: Any) -> kopf.OperatorRegist
     def watcher(kind: str) -> Callable[..., Any]:
         async def seen(event: Any, **_: Any) -> None:
             obj = event["object"]
-            (store.drop if event["type"] == "DELETED" else store.put)(kind, obj)
+            store.told(kind, obj, event["type"] == "DELETED")
             meta = obj["metadata"]
             key = key_of(meta["namespace"], meta["name"]) if kind == names.KIND else owner_key(obj)
             if key:

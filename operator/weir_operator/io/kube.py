@@ -147,6 +147,7 @@ class Kube:
             raise
 
     async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
+        """The objects, with the kind and version that the API server leaves out of a list's members."""
         query = {"labelSelector": selector} if selector else {}
         answer = await self.request("GET", path(kind, namespace), query=query)
-        return list(answer.get("items", ()))
+        return [{"apiVersion": answer["apiVersion"], "kind": kind, **item} for item in answer.get("items", ())]

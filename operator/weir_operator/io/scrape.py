@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -20,11 +21,15 @@ CONCURRENT = 64
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One server's control port. `name` is the pod's, or the process's on this machine."""
+    """One server's control port. `name` is the pod's, or the process's on this machine.
+
+    A server that is not `ready` is read and keeps its lease all the same; it is only not counted, and not moved.
+    """
 
     name: str
     url: str  # http://host:port, IPv6 addresses in brackets
     token: str
+    ready: bool = True
 
 
 class Silent(Exception):
@@ -56,9 +61,10 @@ class ControlClient:
     """Polls with a bound on concurrency, without proxies, redirects or endless answers. Use as an async context manager."""
 
     async def __aenter__(self) -> ControlClient:
+        self._turns = asyncio.Semaphore(CONCURRENT)  # not the connector's limit: waiting for that one counts against the time
         self._session = aiohttp.ClientSession(
             timeout=aiohttp.ClientTimeout(total=TIMEOUT_SECONDS), trust_env=False,
-            connector=aiohttp.TCPConnector(limit=CONCURRENT, limit_per_host=2),
+            connector=aiohttp.TCPConnector(limit=0, limit_per_host=2),
         )
         return self
 
@@ -84,7 +90,7 @@ class ControlClient:
     async def _call(self, method: str, endpoint: Endpoint, where: str, body: Any = None) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {endpoint.token}"}
         try:
-            async with self._session.request(
+            async with self._turns, self._session.request(
                 method, endpoint.url + where, json=body, headers=headers, allow_redirects=False,
             ) as answer:
                 text = await answer.content.read(MAX_ANSWER_BYTES + 1)

@@ -26,11 +26,13 @@ from weir_operator.loops.steering import Subject
 from weir_operator.loops.store import Store, key_of, owned_by
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.plan import SpecError, parse
-from weir_operator.plan.status import TuningReport, is_ready
+from weir_operator.plan.status import TuningReport, is_ready, is_running
 from weir_server.contract import CONTROL_PORT
 
 log = logging.getLogger(__name__)
-RESYNC_SECONDS = 600.0
+RESYNC_SECONDS, RELIST_SECONDS = 600.0, 5.0
+LAG_SECONDS = 60.0
+"""A watch that has not told by then of what a list showed has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 Watch = Callable[[Store, WorkQueue, asyncio.Event], Awaitable[None]]
@@ -58,7 +60,7 @@ class ClusterSink:
         self._reconciler, self._queue, self._store, self._tasks = reconciler, queue, store, tasks
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
-        self._reconciler.reports[subject.key] = news
+        self._reconciler.reports[subject.identity] = news
         self._queue.add(subject.key)
 
     def polled(self, subject: Subject, round_: Round) -> None:
@@ -66,7 +68,6 @@ class ClusterSink:
         for move in round_.decision.moves:
             if raw is None or move.pod in round_.failed:
                 continue
-            log.info("%s: %s: %s: %s", subject.key, move.pod, move.rule, move.reason)
             message = f"{', '.join(f'{k}={v:g}' for k, v in sorted(move.knobs.items()))} ({move.rule})"
             task = asyncio.create_task(self._reconciler.writer.event(raw, "KnobsMoved", message))
             self._tasks.add(task)
@@ -74,7 +75,8 @@ class ClusterSink:
 
 
 class Subjects:
-    """Every resource that can be read, with the control ports of its own ready pods. Disabled ones too: they get a fallback."""
+    """Every resource that can be read, with the control ports of its own running pods: ready or not, a pod is remembered
+    until it is gone. Disabled resources too: they get a fallback."""
 
     def __init__(self, store: Store, key: bytes) -> None:
         self._store, self._key = store, key
@@ -88,9 +90,9 @@ class Subjects:
                 continue  # its status says why
             token = pod_token(self._key, resource.metadata.uid)
             endpoints = tuple(
-                Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token)
+                Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token, is_ready(pod))
                 for pod in self._store.pods(where)
-                if is_ready(pod) and pod["status"].get("podIP") and _belongs(self._store, pod, resource.metadata.uid, where)
+                if is_running(pod) and pod["status"].get("podIP") and _belongs(self._store, pod, resource.metadata.uid, where)
             )
             yield Subject(where, resource, endpoints, resource.status.get("tuning") or {})
 
@@ -116,14 +118,31 @@ def _belongs(store: Store, pod: Mapping[str, Any], uid: str, where: str) -> bool
     return any(ref.get("kind") == "ReplicaSet" and ref.get("controller") and ref["name"].startswith(prefix) for ref in owners)
 
 
-async def _resync(reconciler: Reconciler, queue: WorkQueue, store: Store, namespaces: Sequence[str]) -> None:
-    while True:
-        await asyncio.sleep(RESYNC_SECONDS)
-        try:
-            await reconciler.refresh(tuple(namespaces))
-        except (ApiError, Unreachable) as e:
-            log.warning("resync: %s", e)
-        enqueue_all(store, queue)
+class Resync:
+    """Lists everything, at first and every RESYNC_SECONDS. `wrong`: why that did not work the last time, or None."""
+
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue, namespaces: Sequence[str]) -> None:
+        self._reconciler, self._queue, self._namespaces = reconciler, queue, tuple(namespaces)
+        self.wrong: str | None = "nothing has been listed yet"
+        self._listed = asyncio.Event()
+
+    async def run(self) -> None:
+        while True:
+            try:
+                await self._reconciler.refresh(self._namespaces)
+                self.wrong = None
+                self._listed.set()
+            except (ApiError, Unreachable) as e:
+                absent = isinstance(e, ApiError) and e.status == 404
+                self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
+                log.warning("resync: %s", self.wrong)
+            enqueue_all(self._reconciler.store, self._queue)
+            await asyncio.sleep(RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
+
+    async def then(self, part: Callable[[], Awaitable[None]]) -> None:
+        """Begin `part` once everything was listed: what is not known yet must not be taken for gone."""
+        await self._listed.wait()
+        await part()
 
 
 def enqueue_all(store: Store, queue: WorkQueue) -> None:
@@ -131,16 +150,24 @@ def enqueue_all(store: Store, queue: WorkQueue) -> None:
         queue.add(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
 
 
+def take_over(reconciler: Reconciler, queue: WorkQueue) -> None:
+    """At the start of a time as leader. Reports of an earlier one are old: another has written since."""
+    reconciler.reports.clear()
+    enqueue_all(reconciler.store, queue)
+
+
 async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asyncio.Event) -> None:
     """Run until `stop` is set; then the Lease is given back. Raises what a part raised if it failed."""
     store = Store()
     lease: LeaseLoop
-    writer = Writer(kube, lambda: lease.held())
+    writer = Writer(kube, lambda: lease.left())
     key = await Writer(kube).control_key(settings.own_namespace)
     reconciler = Reconciler(kube, writer, store, settings.server_image, key)
     queue = WorkQueue(reconciler)
+    resync = Resync(reconciler, queue, settings.namespaces)
+
     identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    lease = LeaseLoop(kube, writer, settings.own_namespace, identity, lambda: enqueue_all(store, queue))
+    lease = LeaseLoop(kube, writer, settings.own_namespace, identity, lambda: take_over(reconciler, queue))
     beat = time.monotonic()
 
     async def heartbeat() -> None:
@@ -151,15 +178,19 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
 
     def healthy() -> str | None:
         silent = time.monotonic() - beat
-        return f"the event loop has stood still for {silent:.0f} s" if silent > 15 else None
+        if silent > 15:
+            return f"the event loop has stood still for {silent:.0f} s"
+        if (lag := store.lag()) > LAG_SECONDS:
+            return f"the watches have stopped: what a list showed {lag:.0f} s ago was not told by one"
+        return None
 
-    health = await serve(settings.health_port, healthy, healthy)
+    health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong)
     events: set[asyncio.Task[None]] = set()
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store, events)
             tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
-            writers = [tuner.run(), queue.run(), _resync(reconciler, queue, store, settings.namespaces), heartbeat()]
+            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), heartbeat()]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
                 for parts in (writers, [lease.run()], [watch(store, queue, stop)])

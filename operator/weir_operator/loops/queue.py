@@ -31,14 +31,11 @@ class WorkQueue:
         self._running: set[str] = set()
         self._failures: dict[str, int] = {}
         self._wake = asyncio.Event()
-        self.idle = asyncio.Event()
-        self.idle.set()
 
     def add(self, key: str, delay: float = SETTLE_SECONDS) -> None:
         """Have `key` passed over in `delay` seconds, or earlier if it was already due earlier."""
         due = time.monotonic() + delay
         self._due[key] = min(due, self._due.get(key, due))
-        self.idle.clear()
         self._wake.set()
         QUEUED_KEYS.set(len(self._due))
 
@@ -78,5 +75,3 @@ class WorkQueue:
             self._running.discard(key)
             QUEUED_KEYS.set(len(self._due))
             self._wake.set()
-            if not self._due and not self._running:
-                self.idle.set()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,12 +22,14 @@ from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
-from weir_operator.plan.manifests import Defaults, Manifest
-from weir_operator.plan.plan import SpecError, parse, plan
-from weir_operator.plan.status import Observed, TuningReport, invalid_status
+from weir_operator.plan.manifests import Defaults, Manifest, children
+from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.status import Observed, TuningReport, invalid_status, status
 
 log = logging.getLogger(__name__)
 WATCHED = ("Pod", *CHILD_KINDS, names.KIND)
+LASTING_SECONDS = 60.0
+"""An error that may pass is said as a condition once it has lasted so long."""
 
 
 def digest(value: Any) -> str:
@@ -55,18 +58,20 @@ class Applied:
 
 @dataclass(slots=True)
 class Reconciler:
-    """Passes over single resources. `image`: the server's default image; `key`: what pods' tokens are made from."""
+    """Passes over single resources. `image`: the server's default image; `key`: what pods' tokens are made from;
+    `reports`: the tuner's news by key and uid of the resource."""
 
     kube: Kube
     writer: Writer
     store: Store
     image: str
     key: bytes
-    reports: dict[str, TuningReport] = field(default_factory=dict)
+    reports: dict[tuple[str, str], TuningReport] = field(default_factory=dict)
     _applied: dict[tuple[str, str, str], Applied] = field(default_factory=dict)
+    _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
 
     async def __call__(self, key: str) -> None:
-        """One pass. Raises Retry where it has to be tried again."""
+        """One pass. The status is written whatever came of it. Raises Retry where it has to be tried again."""
         if not self.writer.may_write():
             return  # whoever takes over passes over everything
         namespace, name = key.split("/", 1)
@@ -90,27 +95,31 @@ class Reconciler:
         defaults = Defaults(self.image, pod_token(self.key, resource.metadata.uid))
         trouble, again = None, None
         try:
-            for manifest in plan(resource, self._observed(resource, None), defaults).manifests:
+            for manifest in children(resource, defaults):
                 await self._child(resource, manifest)
+            self._failing.pop(key, None)
         except NameTaken as e:
             trouble, again = Condition("Ready", False, "NameTaken", str(e)), str(e)
+        except Retry as e:
+            again = str(e)
         except ApiError as e:
-            if e.passing:
-                raise Retry(str(e)) from None
-            trouble, again = Condition("Ready", False, "ApplyRefused", e.message[:1000]), str(e)
-            if not any(c.get("message") == trouble.message for c in resource.status.get("conditions", ())):
-                await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
-        await self._write_status(raw, plan(resource, self._observed(resource, trouble), defaults).status)
+            again = str(e)
+            since = self._failing.setdefault(key, time.monotonic())
+            if not e.passing or time.monotonic() - since >= LASTING_SECONDS:
+                trouble = Condition("Ready", False, "ApplyRefused", e.message[:1000])
+                if not any(c.get("message") == trouble.message for c in resource.status.get("conditions", ())):
+                    await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
+        await self._write_status(raw, status(resource, self._observed(resource, trouble, again is None)))
         if again:
             raise Retry(again)
 
-    def _observed(self, resource: InferenceDeployment, trouble: Condition | None) -> Observed:
+    def _observed(self, resource: InferenceDeployment, trouble: Condition | None, applied: bool) -> Observed:
         meta = resource.metadata
         key = key_of(meta.namespace, meta.name)
         deployment = self.store.get("Deployment", meta.namespace, meta.name)
         if deployment is not None and not owned_by(deployment, meta.uid):
             deployment = None
-        return Observed(utc_now(), deployment, self.store.pods(key), trouble, self.reports.get(key))
+        return Observed(utc_now(), deployment, self.store.pods(key), trouble, applied, self.reports.get((key, meta.uid)))
 
     async def _child(self, resource: InferenceDeployment, manifest: Manifest) -> None:
         """Apply one child if it needs it. Raises NameTaken, ApiError."""
@@ -154,7 +163,10 @@ class Reconciler:
             raise Retry(f"status not written: {e}") from None
 
     def _forget(self, namespace: str, name: str) -> None:
-        self.reports.pop(key_of(namespace, name), None)
+        key = key_of(namespace, name)
+        self._failing.pop(key, None)
+        for known in [k for k in self.reports if k[0] == key]:
+            del self.reports[known]
         for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name]:
             del self._applied[where]
 
@@ -162,8 +174,9 @@ class Reconciler:
         """List everything anew, and write the token Secrets once more: what no watch has told comes to light here."""
         for kind in WATCHED:
             selector = None if kind == names.KIND else names.MANAGED_SELECTOR
+            before = self.store.known(kind)
             listed = [o for ns in namespaces or (None,) for o in await self.kube.list(kind, ns, selector)]
-            self.store.replace(kind, listed)
+            self.store.replace(kind, listed, before)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
 

@@ -16,8 +16,9 @@ from typing import Any
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.scrape import ControlClient, Endpoint, OtherContract, Refused, Silent
 from weir_operator.plan.args import initial_knobs
+from weir_operator.plan.tuning import MIN_FINISHED
 from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
-from weir_server.contract import KNOBS, ControlState, Envelope, Knobs, KnobsRequest, Window
+from weir_server.contract import KNOBS, ControlState, Knobs, KnobsRequest, Window
 
 log = logging.getLogger(__name__)
 
@@ -28,12 +29,17 @@ VERIFIED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One deployment to steer: its resource and the control ports of its ready pods. `saved`: status.tuning as last written."""
+    """One deployment to steer: its resource and the control ports of its pods. `saved`: status.tuning as last written."""
 
     key: str
     resource: InferenceDeployment
     endpoints: tuple[Endpoint, ...]
     saved: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """A resource that was made anew under the same name is another one."""
+        return self.key, self.resource.metadata.uid
 
 
 @dataclass(slots=True)
@@ -80,7 +86,7 @@ class Steering:
 
 async def poll(client: ControlClient, endpoint: Endpoint, pod: Pod, now: float) -> None:
     """Read one pod's window, and its state where it is not known or another process answers."""
-    pod.silent, window = "", None
+    pod.silent, pod.drift, window = "", "", None
     try:
         if pod.control is None:
             pod.control = await client.state(endpoint)
@@ -124,7 +130,7 @@ def _verify(pod: Pod, window: Window, now: float) -> None:
         return
     total, good = window.slo_total - since[1].slo_total, window.slo_good["both"] - since[1].slo_good["both"]
     if now - since[0] >= VERIFIED_SECONDS:
-        if total and good / total >= VERIFIED_SHARE:
+        if total >= MIN_FINISHED and good / total >= VERIFIED_SHARE:
             pod.fallback = _wire(window.effective)
         pod.calm_since = (now, window)
 
@@ -139,21 +145,27 @@ def request_for(
     """What to ask of the pod now, or None where nothing is due.
 
     Auto, paused or not, holds a lease on the pod's values; Advise and Disabled give it back, with the declared start values
-    as fallback, so that declared and not learned values are in force.
+    as fallback, so that declared and not learned values are in force. At first contact in Auto, a fallback that neither is
+    declared nor was at boot was learned by an operator before this one, and stays.
     """
     control = pod.control
     if control is None:
         return None
-    declared = {**_wire(control.boot), **initial_knobs(resource.spec.tuning.knobs)}
+    boot = _wire(control.boot)
+    fallback = {**boot, **initial_knobs(resource.spec.tuning.knobs)}
     steering = spec.mode == "Auto"
     knobs: dict[str, Any] = {}
     if steering:
+        fallback = _inside(spec.bounds, fallback)
+        if pod.sent is None and not pod.fallback:
+            pod.fallback = {k: v for k, v in _wire(control.fallback).items() if v not in (boot[k], fallback[k])}
+        fallback = _inside(spec.bounds, {**fallback, **pod.fallback})
         known = pod.sent.knobs if pod.sent and pod.sent.knobs else _wire(control.target)
         knobs = {**known, **({k: _whole(k, v) for k, v in move.knobs.items()} if move else {})}
     slo = {"ttft": spec.ttft, "tpot": spec.tpot} if spec.ttft is not None and spec.tpot is not None else None
     wanted = KnobsRequest(
         instance=control.instance, epoch=epoch, seq=0, lease_seconds=lease_seconds if steering else 0.0, knobs=knobs,
-        fallback=_inside(control.envelope, {**declared, **(pod.fallback if steering else {})}), slo=slo,
+        fallback=_inside(asdict(control.envelope), fallback), slo=slo,
     )
     if pod.sent is not None and replace(pod.sent, seq=0) == wanted:
         due = steering and now - pod.sent_at >= lease_seconds / 3
@@ -162,10 +174,14 @@ def request_for(
     return replace(wanted, seq=max(seen, pod.sent.seq if pod.sent and pod.sent.epoch == epoch else 0) + 1)
 
 
-def _inside(envelope: Envelope, knobs: Mapping[str, Any]) -> dict[str, Any]:
-    """Declared values cut to the envelope: one that is outside must not make the pod refuse the rest."""
-    bounds = {name: getattr(envelope, name) for name in knobs}
-    return {name: min(max(value, bounds[name][0]), bounds[name][1]) for name, value in knobs.items() if bounds[name]}
+def _inside(bounds: Mapping[str, tuple[float | None, float | None] | None], knobs: Mapping[str, Any]) -> dict[str, Any]:
+    """Values cut to bounds: one that is outside must not make the pod refuse the rest. A knob whose bounds are None goes."""
+    out = {}
+    for name, value in knobs.items():
+        if (ends := bounds.get(name, (None, None))) is not None:
+            low, high = (value if end is None else end for end in ends)
+            out[name] = _whole(name, min(max(value, low), high))
+    return out
 
 
 def _whole(knob: str, value: float) -> float | int:

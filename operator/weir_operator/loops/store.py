@@ -1,11 +1,13 @@
 """What the watches have seen: a cache of the resources and of their children, fed by events and refreshed by lists.
 
 A missing child is looked for by name before it is believed missing, and a periodic list drops what no watch reported as
-deleted; so a gap in a watch delays a repair and never causes a wrong one.
+deleted; so a gap in a watch delays a repair and never causes a wrong one. What a list showed first, a watch has to tell soon
+after: where it does not, the watch has stopped (`lag`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -36,6 +38,16 @@ class Store:
     def __init__(self) -> None:
         self._objects: dict[str, dict[str, Object]] = {}
         self._pods: dict[str, set[str]] = {}
+        self._untold: dict[tuple[str, str], float] = {}  # what a list showed and no watch has told: since when
+
+    def told(self, kind: str, obj: Object, deleted: bool) -> None:
+        """A watch's event."""
+        self._untold.pop((kind, key_of(obj["metadata"]["namespace"], obj["metadata"]["name"])), None)
+        (self.drop if deleted else self.put)(kind, obj)
+
+    def lag(self) -> float:
+        """Seconds for which a watch owes the news that a list brought; 0 where none does."""
+        return time.monotonic() - min(self._untold.values()) if self._untold else 0.0
 
     def put(self, kind: str, obj: Object) -> None:
         """Keep an object, unless a newer version of it is known."""
@@ -57,13 +69,24 @@ class Store:
             if not self._pods.get(owner):
                 self._pods.pop(owner, None)
 
-    def replace(self, kind: str, listed: Iterable[Object]) -> None:
-        """Take a fresh list of a kind as the truth."""
+    def known(self, kind: str) -> dict[str, Object]:
+        return dict(self._objects.get(kind, {}))
+
+    def replace(self, kind: str, listed: Iterable[Object], before: Mapping[str, Object]) -> None:
+        """Take a fresh list of a kind as the truth about what was known `before` it was asked for. What watches told
+        meanwhile is newer: it is neither dropped nor brought back."""
         fresh = {key_of(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in listed}
-        for key in set(self._objects.get(kind, {})) - set(fresh):
-            self.drop(kind, self._objects[kind][key])
-        for obj in fresh.values():
+        now = self.known(kind)
+        for key in before.keys() - fresh.keys():
+            if now.get(key) is before[key]:
+                self.drop(kind, before[key])
+                self._untold[kind, key] = time.monotonic()
+        for key, obj in fresh.items():
+            if key in before and key not in now:
+                continue
             self.put(kind, obj)
+            if self._objects[kind][key] is obj and _version(obj) != _version(now.get(key)):
+                self._untold.setdefault((kind, key), time.monotonic())
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
         return self._objects.get(kind, {}).get(key_of(namespace, name))
@@ -74,6 +97,10 @@ class Store:
     def pods(self, key: str) -> list[Object]:
         pods = self._objects.get("Pod", {})
         return [pods[name] for name in sorted(self._pods.get(key, ()))]
+
+
+def _version(obj: Object | None) -> tuple[str, str] | None:
+    return (obj["metadata"]["uid"], obj["metadata"]["resourceVersion"]) if obj else None
 
 
 def _older(meta: Mapping[str, Any], than: Mapping[str, Any]) -> bool:

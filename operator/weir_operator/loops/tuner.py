@@ -18,9 +18,9 @@ from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
 from weir_operator.plan.status import TuningReport
-from weir_operator.plan.tuning import remembered, report, tuner_spec, visible
+from weir_operator.plan.tuning import came_out, knobs_status, remembered, report, tuner_spec, visible
 from weir_operator.tuner.law import decide
-from weir_operator.tuner.types import Decision, PodView, TunerSpec, TunerState
+from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class TunerSettings:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one poll of one deployment saw and decided: for displays and logs."""
+    """What one poll of one deployment saw, decided and brought about: for displays and logs."""
 
     now: float
     spec: TunerSpec
@@ -57,6 +57,7 @@ class Round:
     pods: dict[str, PodView]
     decision: Decision
     failed: dict[str, str]  # pod → why its move was not applied
+    records: tuple[Record, ...]  # the decision's, as they came out
 
 
 class Sink(Protocol):
@@ -66,14 +67,21 @@ class Sink(Protocol):
     def publish(self, subject: Subject, news: TuningReport) -> None: ...
 
 
-def _forget_gauges(key: str, pod: str) -> None:
+def _show(key: str, name: str, pod: Pod | None) -> None:
+    """The gauges of one pod: what it said at this poll. None: it is gone, and so are they; likewise while it is silent."""
+    window = pod.polls[-1].window if pod else None
     for knob in KNOB_FIELDS:
-        with contextlib.suppress(KeyError):
-            KNOB.remove(*key.split("/", 1), pod, knob)
+        labels = (*key.split("/", 1), name, knob)
+        if window:
+            KNOB.labels(*labels).set(knobs_status(window.effective)[knob])
+        else:
+            with contextlib.suppress(KeyError):
+                KNOB.remove(*labels)
 
 
 class TunerLoop:
-    """Steers every subject each poll interval; one that fails or hangs does not hold up the others."""
+    """Steers every subject each poll interval. One that fails does not touch the others; one that hangs holds back the next
+    poll of all of them, by the few seconds that a request may take."""
 
     def __init__(
         self, client: ControlClient, subjects: Callable[[], Iterable[Subject]], epoch: Callable[[], int | None], sink: Sink,
@@ -81,7 +89,8 @@ class TunerLoop:
     ) -> None:
         self._client, self._subjects, self._epoch, self._sink = client, subjects, epoch, sink
         self._settings, self._clock = settings, clock
-        self._steerings: dict[str, Steering] = {}
+        self._steerings: dict[tuple[str, str], Steering] = {}
+        self._led_as: int | None = None
 
     async def run(self) -> None:
         """Until cancelled. Polls keep their pace: a slow round delays the next one, it is never doubled."""
@@ -91,13 +100,14 @@ class TunerLoop:
             await asyncio.sleep(max(0.05, self._settings.poll - (time.monotonic() - began)))
 
     async def once(self) -> None:
-        """One poll of everything. Not leading, it forgets: the next leader's state is in the status."""
-        if self._epoch() is None:
-            self._steerings.clear()
-            return
-        subjects = list(self._subjects())
-        for gone in set(self._steerings) - {s.key for s in subjects}:
-            del self._steerings[gone]
+        """One poll of everything. Not leading, or leading anew, it forgets: the last leader's state is in the status."""
+        epoch = self._epoch()
+        subjects = [] if epoch is None else list(self._subjects())
+        known = set() if epoch != self._led_as else {s.identity for s in subjects}
+        self._led_as = epoch
+        for gone in set(self._steerings) - known:
+            for pod in self._steerings.pop(gone).pods:
+                _show(gone[0], pod, None)
         results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
         for subject, result in zip(subjects, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
@@ -106,21 +116,24 @@ class TunerLoop:
                 log.error("tuning %s failed", subject.key, exc_info=result)
 
     async def _steer(self, subject: Subject) -> None:
-        steering = self._steerings.setdefault(subject.key, Steering.resumed(subject.saved))
+        steering = self._steerings.get(subject.identity)
+        if steering is None:
+            steering = self._steerings[subject.identity] = Steering.resumed(subject.saved)
         spec = tuner_spec(subject.resource.spec, self._settings.tick, self._settings.poll)
         names = {e.name for e in subject.endpoints}
         for gone in set(steering.pods) - names:
-            _forget_gauges(subject.key, gone)
+            _show(subject.key, gone, None)
         steering.pods = {name: steering.pods.get(name) or Pod() for name in sorted(names)}
         now = self._clock()
         await asyncio.gather(*(poll(self._client, e, steering.pods[e.name], now) for e in subject.endpoints))
-        for pod in steering.pods.values():
+        for name, pod in steering.pods.items():
             POLLS.labels("silent" if pod.silent else "ok").inc()
+            _show(subject.key, name, pod)
         views = {name: pod.view(name) for name, pod in steering.pods.items()}
         decision = decide(steering.state, views, spec, now)
         failed = await self._apply(subject, steering, spec, decision, now)
-        round_ = Round(now, spec, steering.state, views, decision, failed)
-        self._absorb(steering, decision)
+        round_ = Round(now, spec, steering.state, views, decision, failed, came_out(decision.records, failed))
+        self._absorb(subject, steering, round_)
         self._sink.polled(subject, round_)
         self._publish(subject, steering, now)
 
@@ -134,29 +147,32 @@ class TunerLoop:
         moves = {move.pod: move for move in decision.moves}
 
         async def one(name: str, pod: Pod) -> str | None:
-            move = moves.get(name)
+            if pod.silent:
+                return pod.silent
+            move, why = moves.get(name), None
+            if move and not (move.emergency or endpoints[name].ready):
+                move, why = None, "the pod is not ready"
             request = request_for(pod, spec, subject.resource, move, epoch, self._settings.lease, now)
-            if request is None or pod.silent:
-                return pod.silent or None
-            why = await send(self._client, endpoints[name], pod, request, now)
-            for knob in move.knobs if move else ():
-                MOVES.labels(knob, "refused" if why else "set").inc()
-            return why
+            return (await send(self._client, endpoints[name], pod, request, now) if request else None) or why
 
         endpoints = {e.name: e for e in subject.endpoints}
         names = list(steering.pods)
         answers = await asyncio.gather(*(one(name, steering.pods[name]) for name in names))
-        failed = {name: why for name, why in zip(names, answers, strict=True) if why}
-        for name in set(failed) & set(moves):
-            log.warning("%s: %s was not set: %s", subject.key, name, failed[name])
-        return {name: why for name, why in failed.items() if name in moves}
+        return {name: why for name, why in zip(names, answers, strict=True) if why and name in moves}
 
-    def _absorb(self, steering: Steering, decision: Decision) -> None:
-        steering.state = decision.state
-        steering.history = remembered(steering.history, decision.records)
-        for record in decision.records:
+    def _absorb(self, subject: Subject, steering: Steering, round_: Round) -> None:
+        """The one place where what came of a round goes into memory, metrics and the log."""
+        steering.state = round_.decision.state
+        steering.history = remembered(steering.history, round_.records)
+        for move in round_.decision.moves:
+            for knob in move.knobs:
+                MOVES.labels(knob, "refused" if move.pod in round_.failed else "set").inc()
+        for record in round_.records:
             steering.outcomes[record.pod] = record
             DECISIONS.labels(record.rule, record.outcome.value).inc()
+            if record.changes and record.outcome is not Outcome.ADVISED:
+                level = logging.WARNING if record.outcome is Outcome.NOT_SET else logging.INFO
+                log.log(level, "%s: %s: %s (%s): %s", subject.key, record.pod, record.outcome, record.rule, record.reason)
         steering.outcomes = {name: r for name, r in steering.outcomes.items() if name in steering.pods}
 
     def _publish(self, subject: Subject, steering: Steering, now: float) -> None:
@@ -165,14 +181,12 @@ class TunerLoop:
             return
         pods = steering.pods
         news = report(
-            subject.resource, {name: pod.view(name) for name, pod in pods.items()}, steering.outcomes, steering.state,
-            steering.history, {name: pod.silent for name, pod in pods.items() if pod.silent},
+            subject.resource, {name: pod.view(name) for name, pod in pods.items()},
+            {e.name for e in subject.endpoints if e.ready}, steering.outcomes, steering.state, steering.history,
+            {name: pod.silent for name, pod in pods.items() if pod.silent},
             "; ".join(f"{name}: {pod.drift}" for name, pod in pods.items() if pod.drift),
             tuple(name for name, pod in pods.items() if pod.other_contract),
         )
-        for entry in news.status["pods"]:
-            for knob in KNOB_FIELDS:
-                KNOB.labels(*subject.key.split("/", 1), entry["name"], knob).set(entry["knobs"][knob])
         seen = {"tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift}
         if seen != steering.published:
             steering.published, steering.published_at = seen, now

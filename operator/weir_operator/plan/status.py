@@ -41,6 +41,7 @@ class Observed:
     deployment: Mapping[str, Any] | None = None
     pods: Sequence[Mapping[str, Any]] = ()
     trouble: Condition | None = None  # NameTaken or ApplyRefused, from the last pass
+    applied: bool = True  # whether the last pass left every child as planned
     tuning: TuningReport | None = None
 
 
@@ -56,6 +57,11 @@ def is_ready(pod: Mapping[str, Any]) -> bool:
     conditions = pod.get("status", {}).get("conditions") or []
     ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
     return ready and not pod["metadata"].get("deletionTimestamp")
+
+
+def is_running(pod: Mapping[str, Any]) -> bool:
+    """Its processes run, and it is not on its way out."""
+    return pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
 
 
 def pod_trouble(pod: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -93,7 +99,7 @@ def _load_failure(pods: Iterable[Mapping[str, Any]]) -> str | None:
 
 def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
     wanted = resource.spec.replicas
-    deployment = (seen.deployment or {}).get("status", {})
+    found, deployment = seen.deployment or {}, (seen.deployment or {}).get("status", {})
     ready = deployment.get("readyReplicas", 0)
     troubles = sorted(t for pod in seen.pods if not is_ready(pod) and (t := pod_trouble(pod)))
     counted = f"{ready} of {wanted} pods serve"
@@ -108,10 +114,11 @@ def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
     else:
         first = Condition("Ready", False, "SomePodsUnready" if ready else "Starting", counted)
     rollout = {c.get("type"): c for c in deployment.get("conditions") or []}.get("Progressing", {})
-    complete = deployment.get("updatedReplicas", 0) >= wanted and deployment.get("replicas", 0) <= wanted and ready >= wanted
+    current = seen.applied and deployment.get("observedGeneration", 0) >= found.get("metadata", {}).get("generation", 0)
+    updated = deployment.get("updatedReplicas", 0) >= wanted and deployment.get("replicas", 0) <= wanted and ready >= wanted
     if rollout.get("reason") == "ProgressDeadlineExceeded":
         progressing = Condition("Progressing", False, "DeadlineExceeded", str(rollout.get("message", "")))
-    elif complete and seen.deployment is not None:
+    elif current and updated and seen.deployment is not None:
         progressing = Condition("Progressing", False, "Complete")
     else:
         progressing = Condition("Progressing", True, "RollingOut")
@@ -136,7 +143,7 @@ _TUNED = {
     Outcome.DRAIN_OVERDUE: "Moving", Outcome.INCONCLUSIVE: "Holding", Outcome.HOLDING: "Holding", Outcome.ADVISED: "Advising",
     Outcome.WARMING: "GatheringEvidence", Outcome.INSUFFICIENT_DATA: "GatheringEvidence", Outcome.IDLE: "GatheringEvidence",
     Outcome.NO_OBJECTIVES: "Frozen", Outcome.STALE_METRICS: "Frozen", Outcome.FROZEN: "Frozen",
-    Outcome.MISPREDICTED: "Mispredicted",
+    Outcome.MISPREDICTED: "Mispredicted", Outcome.NOT_SET: "Frozen",
 }
 
 
@@ -154,7 +161,7 @@ def _tuned(resource: InferenceDeployment, report: TuningReport | None) -> Condit
     reason = _TUNED[report.outcome]
     if resource.spec.tuning.mode == "Advise" and reason in ("Moving", "Holding"):
         reason = "Advising"
-    return Condition("Tuned", reason == "Holding", reason)
+    return Condition("Tuned", reason == "Holding", reason, report.reason if reason == "Frozen" else "")
 
 
 def _traffic(resource: InferenceDeployment, report: TuningReport | None) -> list[Condition]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,12 +14,14 @@ from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.status import TuningReport
 from weir_operator.tuner.types import Outcome, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import STALE_POLLS
 from weir_server.contract import Knobs, Window
 
 HISTORY_LENGTH = 20
 MAX_PODS = 50
-MAX_STATE_BYTES = 14 * 1024
-"""With HISTORY_LENGTH decisions and MAX_PODS pods the whole status stays under 32 KiB."""
+MAX_STATUS_BYTES = 32 * 1024
+OTHER_BYTES = 8 * 1024
+"""Of the status, for what is not status.tuning: the conditions above all."""
 MIN_FINISHED = 10
 """Fewer finished requests say nothing about attainment."""
 RECENT_SECONDS = 60.0
@@ -26,13 +29,16 @@ RECENT_SECONDS = 60.0
 _CALMEST_FIRST = (
     Outcome.HOLDING, Outcome.INCONCLUSIVE, Outcome.ADVISED, Outcome.IDLE, Outcome.WARMING, Outcome.INSUFFICIENT_DATA,
     Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED, Outcome.DRAIN_OVERDUE,
-    Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
+    Outcome.NOT_SET, Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
 )
-_ACTS = {Outcome.MOVED, Outcome.ADVISED, Outcome.REVERTED}
+_ACTS = {Outcome.MOVED, Outcome.REVERTED}
 
 
 def tuner_spec(spec: Spec, tick_seconds: float, poll_seconds: float) -> TunerSpec:
-    """The manifest's objectives and bounds in the tuner's units. A bound that is not declared is the envelope's (None)."""
+    """The manifest's objectives and bounds in the tuner's units. A bound that is not declared is the envelope's (None).
+
+    Without objectives Auto is Advise: there is nothing to steer for, so the declared start values are in force.
+    """
     knobs = spec.tuning.knobs
     watermark, budget = knobs.admission_watermark_percent, knobs.kv_cache_budget
     bounds: dict[str, tuple[float | None, float | None]] = {
@@ -46,7 +52,7 @@ def tuner_spec(spec: Spec, tick_seconds: float, poll_seconds: float) -> TunerSpe
         tpot=parse_duration(spec.slo.tpot) if spec.slo else None,
         bounds={knob: ends for knob, ends in bounds.items() if ends != (None, None)},
         initial=initial_knobs(knobs),
-        mode=spec.tuning.mode,
+        mode="Advise" if spec.tuning.mode == "Auto" and not spec.slo else spec.tuning.mode,
         paused=spec.tuning.paused,
         tick_seconds=tick_seconds,
         poll_seconds=poll_seconds,
@@ -61,14 +67,23 @@ def _share(percent: int | None) -> float | None:
     return percent / 100 if percent is not None else None
 
 
+def came_out(records: Iterable[Record], failed: Mapping[str, str]) -> tuple[Record, ...]:
+    """Decisions as they came out. `failed`: pod → why its move was not applied; what was not set did not move."""
+    return tuple(
+        replace(r, outcome=Outcome.NOT_SET, reason=f"{failed[r.pod]}; wanted: {r.reason}") if r.pod in failed else r
+        for r in records
+    )
+
+
 def remembered(history: Sequence[Mapping[str, Any]], records: Iterable[Record]) -> list[dict[str, Any]]:
-    """History, newest first, with what `records` add: every act, and otherwise only what a pod was not already said to do."""
+    """History, newest first, with what `records` add: every act, and otherwise only what a pod was not already said to do,
+    or advised to."""
     out = [dict(h) for h in history]
     for record in records:
-        latest = next((h for h in out if h["pod"] == record.pod), None)
-        same = latest is not None and (latest["outcome"], latest["rule"]) == (record.outcome.value, record.rule)
-        if record.outcome in _ACTS or not same:
-            out.insert(0, _entry(record))
+        latest, entry = next((h for h in out if h["pod"] == record.pod), {}), _entry(record)
+        said = ("outcome", "rule", "changes") if record.outcome is Outcome.ADVISED else ("outcome", "rule")
+        if record.outcome in _ACTS or any(latest.get(k) != entry.get(k) for k in said):
+            out.insert(0, entry)
     return out[:HISTORY_LENGTH]
 
 
@@ -104,13 +119,12 @@ def knobs_status(knobs: Knobs) -> dict[str, Any]:
 
 
 def _span(polls: Sequence[Poll], seconds: float) -> tuple[Window, Window] | None:
-    """The first and last window of the same process within the last `seconds` of the polls."""
-    windows = [(p.at, p.window) for p in polls if p.window]
+    """The first and last window of the same process within the last `seconds`, answered or not."""
+    windows = [p.window for p in polls if p.window and polls[-1].at - p.at <= seconds]
     if not windows:
         return None
-    at, last = windows[-1]
-    first = next(w for t, w in windows if at - t <= seconds and w.instance == last.instance)
-    return (first, last) if first is not last else None
+    first = next(w for w in windows if w.instance == windows[-1].instance)
+    return (first, windows[-1]) if first is not windows[-1] else None
 
 
 def good_percent(pods: Iterable[PodView]) -> int | None:
@@ -133,25 +147,29 @@ def refused_lately(pods: Iterable[PodView]) -> bool:
 
 
 def report(
-    resource: InferenceDeployment, pods: Mapping[str, PodView], outcomes: Mapping[str, Record], state: TunerState,
-    history: Sequence[Mapping[str, Any]], silent: Mapping[str, str], drift: str, other_contract: tuple[str, ...],
+    resource: InferenceDeployment, pods: Mapping[str, PodView], ready: Set[str], outcomes: Mapping[str, Record],
+    state: TunerState, history: Sequence[Mapping[str, Any]], silent: Mapping[str, str], drift: str,
+    other_contract: tuple[str, ...],
 ) -> TuningReport:
-    """What is published of one deployment. `outcomes`: each pod's record of the last tick."""
+    """What is published of one deployment. `ready`: the pods that should answer; `outcomes`: each pod's record of the last
+    tick."""
     tuning, percent = resource.spec.tuning, good_percent(pods.values())
     effective = {name: w.effective for name, pod in sorted(pods.items()) if (w := _last(pod))}
     status: dict[str, Any] = {
         "mode": "Paused" if tuning.paused and tuning.mode != "Disabled" else tuning.mode,
         "pods": [_pod_status(name, knobs, outcomes.get(name)) for name, knobs in list(effective.items())[:MAX_PODS]],
         "history": list(history),
-        "state": _bounded(state),
     }
     if percent is not None:
         status["slo"] = f"{percent}%"
     if effective:
         status["knobs"] = knobs_status(next(iter(effective.values())))
-    worst = max(outcomes.values(), key=lambda r: _CALMEST_FIRST.index(r.outcome), default=None)
+    status["state"] = _bounded(state, MAX_STATUS_BYTES - OTHER_BYTES - len(json.dumps(status)))
+    quiet = {name: why for name, why in silent.items() if name in ready}
+    said = (record for name, record in outcomes.items() if name in ready)
+    worst = max(said, key=lambda r: _CALMEST_FIRST.index(r.outcome), default=None)
     return TuningReport(
-        status=status, ready=len(pods), answering=len(pods) - len(silent), silent=dict(silent), good_percent=percent,
+        status=status, ready=len(ready), answering=len(ready) - len(quiet), silent=quiet, good_percent=percent,
         refusing=refused_lately(pods.values()), outcome=worst.outcome if worst else None, reason=worst.reason if worst else "",
         drift=drift, other_contract=other_contract,
     )
@@ -162,16 +180,17 @@ def _pod_status(name: str, knobs: Knobs, record: Record | None) -> dict[str, Any
 
 
 def _last(pod: PodView) -> Window | None:
-    return next((p.window for p in reversed(pod.polls) if p.window), None)
+    """What the pod said of itself, while that is fresh."""
+    return next((p.window for p in reversed(pod.polls[-STALE_POLLS:]) if p.window), None)
 
 
-def _bounded(state: TunerState) -> dict[str, Any]:
-    """The state to resume from, as many pods as fit: a pod that is left out resumes from what it reads back."""
+def _bounded(state: TunerState, room: int) -> dict[str, Any]:
+    """The state to resume from, as many pods as fit into `room` bytes: one that is left out resumes from what it reads back."""
     whole = rounded(state.to_json())
-    pods, room = whole.pop("pods"), MAX_STATE_BYTES
+    pods = whole.pop("pods")
     kept = {}
     for name, pod in sorted(pods.items()):
-        room -= len(json.dumps(pod))
+        room -= len(json.dumps({name: pod}))
         if room < 0:
             break
         kept[name] = pod

@@ -22,6 +22,7 @@ class Outcome(StrEnum):
     """What came of one pod in one tick. A closed catalogue: "nothing changed" always says why."""
 
     MOVED = "Moved"  # knobs were changed for the reason given
+    NOT_SET = "NotSet"  # they would have been, but the pod did not take them: said by the caller, who knows
     ADVISED = "Advised"  # they would have been, but the mode is Advise
     REVERTED = "Reverted"  # the last move made goodput worse: the values before it are back
     HOLDING = "Holding"  # nothing is predicted to be better by enough
