@@ -44,7 +44,7 @@ def _collapse(case: Case) -> Step | None:
 def _memory_full(case: Case) -> Step | None:
     state, chunk, budget = case.state, case.chunk, case.last.target.kv_cache_budget
     bounds = limits("kv_cache_budget", case.last, case.spec)
-    if not case.spec.memory_feedback or bounds is None or budget is None or chunk is None:
+    if bounds is None or budget is None or chunk is None:
         return None
     if state.memory_cut_at is not None and case.now - state.memory_cut_at < guard.MEMORY_EVERY:
         return None
@@ -127,7 +127,7 @@ def _relax(case: Case) -> Step | None:
 def _more_kv(case: Case) -> Step | None:
     chunk, budget = case.chunk, case.last.target.kv_cache_budget
     bounds = limits("kv_cache_budget", case.last, case.spec)
-    if not case.spec.memory_feedback or bounds is None or chunk is None or budget is None:
+    if bounds is None or chunk is None or budget is None:
         return None
     if case.state.kv_bound_ticks < guard.KV_WAIT_TICKS or not guard.memory_room(case.last, budget):
         return None

@@ -51,7 +51,6 @@ class TunerSpec:
     paused: bool = False
     tick_seconds: float = 30.0
     poll_seconds: float = 5.0
-    memory_feedback: bool = True  # False on CUDA: there a smaller KV budget gives no memory back
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
