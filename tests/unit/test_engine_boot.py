@@ -147,6 +147,11 @@ def test_boot_values_become_knobs_limits_and_an_envelope() -> None:
     assert plan.envelope.violation("kv_cache_budget", 1024 * 256 - 1) == 1024 * 256
 
 
+def test_a_slot_has_no_more_context_than_the_model() -> None:
+    for asked, given in ((None, 8192), (16384, 8192), (1024, 1024)):
+        assert plan_boot(boot(context_per_slot=asked), NullModel(16), 0).config.context_per_slot == given
+
+
 def test_a_batch_above_the_stated_envelope_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match="--max-batch-size 8 is above --max-requests-per-batch 4"):
         plan_boot(boot(max_batch_size=8, max_requests_per_batch=4), NullModel(16), 0)

@@ -13,7 +13,7 @@ from weir_server.contract import Knobs
 from weir_server.engine import child
 from weir_server.engine.core import Engine
 from weir_server.exec.null import NullModel, NullRunner, null_token
-from weir_server.link.channel import Channel, ChannelClosed
+from weir_server.link.channel import Channel, ChannelClosed, frame
 from weir_server.link.errors import UserError
 from weir_server.link.messages import (
     Boot,
@@ -156,6 +156,13 @@ def test_messages_out_of_place_and_quit(parent: Parent) -> None:
     parent.send(submit(1))
     parent.until(finished(1))
     parent.send(Quit())
+    parent.thread.join(PATIENCE)
+    assert not parent.thread.is_alive() and parent.end is None
+
+
+def test_quit_in_one_breath_with_work_is_not_lost(parent: Parent) -> None:
+    """The step that the request causes reads the channel again, and finds nothing more."""
+    parent._sock.sendall(frame(submit(1, max_tokens=1000)) + frame(Quit()))
     parent.thread.join(PATIENCE)
     assert not parent.thread.is_alive() and parent.end is None
 

@@ -118,7 +118,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not any(row.blocks or row.computed for row in batch.waiting)
         held = Counter(block for table in tables for block in table)
         assert held == Counter(batch.blocks.refs), "I1"
-        cold = {block for block in range(2, self.blocks + 2) if batch.blocks.prefix.is_cold(block)}
+        cold = set(batch.blocks.prefix._cold)
         assert not cold & set(held) and batch.blocks.used == len(held) and batch.blocks.cached == len(cold), "I2"
         assert batch.pool.free == self.blocks - len(held) - len(cold), "I2"
         assert all(2 <= block < self.blocks + 2 for block in held), "a padding chunk was given out"

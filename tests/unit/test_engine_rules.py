@@ -195,6 +195,21 @@ def test_stop_counts_to_the_token_that_completed_it_and_drops_the_rest() -> None
     assert (kit.reason(a), kit.ended[a, 0].generated) == ("stop", 4)
 
 
+def test_when_the_head_of_the_queue_leaves_nothing_is_said_of_what_the_next_one_waits_for() -> None:
+    kit = Kit(rows=1)
+    kit.submit(10, 50)
+    head, second = kit.submit(10), kit.submit(10)
+    kit.step()
+    assert kit.stats.bound == "slots"
+    kit.engine.handle([Cancel(second)])
+    assert kit.stats.bound == "slots", "the head still waits for the same"
+    kit.engine.handle([Cancel(head)])
+    kit.submit(10)
+    assert kit.stats.waiting == 1 and kit.stats.bound is None
+    kit.step()
+    assert kit.stats.bound == "slots"
+
+
 def test_messages_out_of_order_and_unknown_ids_are_no_error() -> None:
     kit = Kit()
     a = kit.submit(5, 3)

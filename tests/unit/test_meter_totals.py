@@ -13,7 +13,7 @@ from weir_server.link.messages import Cancel
 def advance(meter: Meter, now: float, **gauges: object) -> None:
     values: dict[str, object] = {
         "running": 0, "prefilling": 0, "decoding": False, "waiting": 0, "oldest_arrival": None, "bound": None,
-        "blocks": (0, 0, 9),
+        "blocks": (0, 0, 9), "resident": 0,
     }
     meter.advance(now, **{**values, **gauges})  # type: ignore[arg-type]
 
@@ -78,6 +78,25 @@ def test_preemption_is_counted_with_what_it_cost() -> None:
     total = sum(len(row.tokens) for step in kit.runner.steps for row in step)
     positions = 3 * (6 + 14 - 1)
     assert s.recomputed_tokens == total - positions, "everything fed beyond once is recompute"
+    assert s.preempted_tokens == s.recomputed_tokens, "without a cache all that was given up is computed again"
+
+
+def test_what_the_cache_kept_is_given_up_and_not_computed_again() -> None:
+    kit = Kit(blocks=13, rows=3)
+    for _ in range(3):
+        kit.submit(12, 14)
+    kit.run()
+    assert kit.stats.preempted_tokens > kit.stats.recomputed_tokens > 0
+
+
+def test_memory_stays_with_the_pool_until_the_budget_is_lowered() -> None:
+    kit = Kit(blocks=40, prefix_cache=False)
+    kit.submit(40, 8)
+    kit.run()
+    s = kit.stats
+    assert s.kv_used_bytes == s.kv_cached_bytes == 0 and s.kv_resident_bytes == 12 * CHUNK
+    kit.knob(kv_cache_budget=5 * CHUNK)
+    assert s.kv_resident_bytes == 5 * CHUNK
 
 
 def test_gauges_after_everything_is_gone() -> None:

@@ -94,7 +94,7 @@ def loop(engine: Engine, channel: Channel) -> None:
 
     def receive(timeout: float | None = 0) -> list[ToChild]:
         messages = channel.recv(timeout)
-        left[:] = [m for m in messages if isinstance(m, Quit)]
+        left.extend(m for m in messages if isinstance(m, Quit))
         return [m for m in messages if not isinstance(m, Quit)]
 
     fed = True

@@ -180,6 +180,8 @@ class Engine:
         """End a row, whatever its state: everything that it owns is freed and its one terminal event is sent."""
         if row.state is RowState.FINISHED:
             return
+        if self.batch.waiting[:1] == [row]:
+            self._bound = None  # whoever is the head now waits for something that the next step finds out
         self.batch.drop(row)
         row.state = RowState.FINISHED
         row.siblings.remove(row)
@@ -198,7 +200,7 @@ class Engine:
         self._starved, self._bound = plan.starved, plan.bound
         self._decisions.append(decision(start, state, [offer.ask for offer in offers], plan))
         work = self.batch.apply(plan, offers)
-        self._note(work, len(plan.preempt))
+        self._note(work, [state.running[i].computed for i in plan.preempt])
         results = self._execute(work)
         self.handle(receive())
         self._commit(work, results)
@@ -220,8 +222,8 @@ class Engine:
             self.meter.stats.invariant_violations[name] += 1
             log.error("invariant %s: %s", name, fault)
 
-    def _note(self, work: Work, preempted: int) -> None:
-        """Tell and count what the plan changed, before the forward."""
+    def _note(self, work: Work, preempted: list[int]) -> None:
+        """Tell and count what the plan changed, before the forward. `preempted`: tokens that each victim had computed."""
         now, stats = self.clock(), self.meter.stats
         for row in work.admitted:
             self._events.append(Admitted(row.id, row.choice, now, row.computed))
@@ -229,9 +231,10 @@ class Engine:
                 stats.prefix_queries += row.prompt_len
                 stats.prefix_hits += row.computed
         if preempted:
-            stats.preempted += preempted
-            stats.soft_resets += preempted
-            stats.preemptions_by_cause["kv"] += preempted
+            stats.preempted += len(preempted)
+            stats.preempted_tokens += sum(preempted)
+            stats.soft_resets += len(preempted)
+            stats.preemptions_by_cause["kv"] += len(preempted)
         self._measure()
 
     def _execute(self, work: Work) -> list[RowResult]:
@@ -299,6 +302,7 @@ class Engine:
             oldest_arrival=batch.waiting[0].arrived if batch.waiting else None,
             bound=self._bound if batch.waiting else None,
             blocks=(blocks.used, blocks.cached, blocks.free),
+            resident=batch.pool.resident,
         )
 
 

@@ -32,9 +32,9 @@ class Meter:
 
     def advance(
         self, now: float, *, running: int, prefilling: int, decoding: bool, waiting: int,
-        oldest_arrival: float | None, bound: str | None, blocks: tuple[int, int, int],
+        oldest_arrival: float | None, bound: str | None, blocks: tuple[int, int, int], resident: int,
     ) -> None:
-        """Integrate the gauges up to `now`, then set them. `blocks`: used, cached, free."""
+        """Integrate the gauges up to `now`, then set them. `blocks`: used, cached, free; `resident`: those with memory."""
         s, dt = self.stats, now - self._now
         if self._decoding:
             s.decoding_seconds += dt
@@ -49,6 +49,7 @@ class Meter:
         s.oldest_arrival, s.bound = oldest_arrival, bound
         s.kv_blocks_used, s.kv_blocks_cached, s.kv_blocks_free = blocks
         s.kv_used_bytes, s.kv_cached_bytes = blocks[0] * self.block_bytes, blocks[1] * self.block_bytes
+        s.kv_resident_bytes = resident * self.block_bytes
 
     def count_step(self, seconds: float, rows: int, context: int, prefill: int, recomputed: int) -> None:
         """One step: decode rows, context tokens that they read, prompt tokens, of which computed before."""

@@ -71,9 +71,6 @@ class PrefixCache:
     def cold(self) -> int:
         return len(self._cold)
 
-    def is_cold(self, block: int) -> bool:
-        return block in self._cold
-
     def match(self, chain: Chain, tokens: Sequence[int], most: int) -> list[int]:
         """Blocks that hold the first tokens of `tokens`, at most `most` of them. Takes no reference."""
         found: list[int] = []

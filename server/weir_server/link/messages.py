@@ -48,7 +48,6 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     max_batch_tokens: int | None = None
     prefill_chunk: int | None = None  # None = adaptive; 0 = chunking off
     prefill_grant_interval: int = 16
-    scheduler: str = "fifo"
     kv_cache_budget: str = "auto"  # auto | none | bytes | fraction
     kv_cache_budget_min: int | None = None
     admission_watermark: float = 0.01
@@ -70,7 +69,6 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     sampling: Sampling
     arrived: float
     n: int = 1
-    priority: int = 0  # -1 high, 0 normal, 1 low
     cache_prompt: bool = True
     cache_salt: str = ""
 
@@ -193,6 +191,7 @@ class Stats(msgspec.Struct):
     bound: str | None = None
     kv_used_bytes: int = 0  # held by rows; cached prefixes are not "used"
     kv_cached_bytes: int = 0
+    kv_resident_bytes: int = 0  # of the pool: in use, cached, or free and not given back to the system
     kv_blocks_free: int = 0
     kv_blocks_cached: int = 0
     kv_blocks_used: int = 0
@@ -206,6 +205,7 @@ class Stats(msgspec.Struct):
     products: dict[str, float] = {}
     recompute_seconds: float = 0.0
     preempted: int = 0
+    preempted_tokens: int = 0  # whose KV preemptions gave up
     recomputed_tokens: int = 0
     preemptions_by_cause: dict[str, int] = {}
     soft_resets: int = 0

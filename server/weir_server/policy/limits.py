@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from weir_server.link.errors import UserError
+
 CHUNK_IDLE = 512
 CHUNK_DECODING = 64
 """Prompt tokens of a step while nothing, and while something decodes."""
@@ -39,17 +41,15 @@ def token_budget(max_rows: int, chunk: int | None, context: int) -> int:
     return max_rows + (chunk or context)
 
 
-def context_per_slot(model_context: int, ctx_size: int | None, slots: int) -> int:
-    """Tokens (prompt and answer) of one row.
+def context_per_slot(ctx_size: int, slots: int) -> int:
+    """Tokens (prompt and answer) of one row, where the model's context allows them: floor(ctx_size / slots).
 
-    An explicit `ctx_size` is the whole server's, shared by its `slots` (the explicit boot batch, else --parallel; 1 without
-    batching): floor(ctx_size / slots), never more than the model's. Raises ValueError, one sentence, under 512.
+    An explicit `ctx_size` is the whole server's, shared by its `slots` (the explicit boot batch, else --parallel). Raises
+    UserError under 512.
     """
-    if ctx_size is None:
-        return model_context
-    share = min(ctx_size // slots, model_context)
+    share = ctx_size // slots
     if share < MIN_CONTEXT:
-        raise ValueError(
+        raise UserError(
             f"--ctx-size {ctx_size} over {slots} slots leaves {share} tokens each, under the least of {MIN_CONTEXT}: "
             f"raise it to {MIN_CONTEXT * slots} or lower the number of slots"
         )
