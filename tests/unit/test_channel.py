@@ -56,6 +56,23 @@ def test_a_length_out_of_all_reason_is_no_frame():
         channel.recv(5)
 
 
+NONSENSE = [b"\x00\x00\x00\x01\xc1", b"\x00\x00\x00\x01\x07", frame({"type": "Wizard"})]
+
+
+@pytest.mark.parametrize("wire", NONSENSE, ids=["no msgpack", "no message", "an unknown message"])
+async def test_a_frame_that_is_no_message_closes_the_channel_on_either_side(wire: bytes):
+    channel, peer = pair()
+    peer.sendall(wire)
+    with pytest.raises(ChannelClosed, match="no message"):
+        channel.recv(5)
+    ours, theirs = socket.socketpair()
+    parent = await AsyncChannel.open(ours)
+    theirs.sendall(wire)
+    with pytest.raises(ChannelClosed, match="no message"):
+        await anext(aiter(parent))
+    parent.close()
+
+
 async def test_the_parents_side_reads_what_the_child_sends():
     ours, theirs = socket.socketpair()
     child = Channel(theirs)

@@ -118,6 +118,27 @@ def test_special_tokens_are_hidden_and_stop_by_name():
     assert "".join(map(row.feed, (0xF0, 0x9F, 256, 98))) == "�b", "a special token ends an open character"
 
 
+def test_any_token_may_end_a_text_half_a_character_too():
+    """As a model's end of sequence, which is hidden from the text: ids need not be whole characters."""
+    row = RowText(by_bytes().hiding((0xF0, 0x9F)), ["�x"])
+    assert row.feed(97) + row.feed(0xF0) + row.feed(98) + row.feed(0x9F) == "ab"
+    assert row.feed(120) == "" and row.stopped_at == 5, "a stop string sees it as it would be written"
+
+
+def test_the_longest_piece_is_looked_for_once():
+    """It is asked for with every prompt, and a vocabulary has 50,000 pieces."""
+
+    class Pieces(list[bytes]):
+        walks = 0
+
+        def __iter__(self):
+            Pieces.walks += 1
+            return super().__iter__()
+
+    tokenizer = Tokenizer(by_bytes().core, Pieces([b"a", b"abc"]), frozenset())
+    assert [tokenizer.longest_piece for _ in range(3)] == [3, 3, 3] and Pieces.walks == 1
+
+
 def test_ids_beyond_the_tokenizer_add_nothing():
     """pegainfer-project/pegainfer#673: embeddings are padded beyond the tokenizer."""
     assert by_bytes().decode([65, 300, 66, 10**9]) == "AB"

@@ -10,7 +10,7 @@ import asyncio
 import select
 import socket
 from collections.abc import AsyncIterator
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -21,6 +21,7 @@ MAX_FRAME = 256 * 1024 * 1024
 """No message of ours comes near this; a larger length means that the stream is out of step."""
 
 _encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
 
 
 class ChannelClosed(Exception):
@@ -40,6 +41,13 @@ def _length(header: bytes | bytearray) -> int:
     if n > MAX_FRAME:
         raise ChannelClosed(f"frame of {n} bytes")
     return n
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes | bytearray) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as e:
+        raise ChannelClosed(f"a frame that is no message of ours: {e}") from e
 
 
 class Channel:
@@ -80,7 +88,7 @@ class Channel:
             end = at + HEADER + _length(self._buffer[at : at + HEADER])
             if len(self._buffer) < end:
                 break
-            out.append(self._decoder.decode(self._buffer[at + HEADER : end]))
+            out.append(_decoded(self._decoder, self._buffer[at + HEADER : end]))
             at = end
         del self._buffer[:at]
         return out
@@ -111,11 +119,11 @@ class AsyncChannel:
             self._writer.write(frame(message))
 
     async def __aiter__(self) -> AsyncIterator[ToParent]:
-        """Messages until the child closes its side."""
+        """Messages until the child closes its side. Raises ChannelClosed for what can be no message."""
         try:
             while True:
                 body = await self._reader.readexactly(_length(await self._reader.readexactly(HEADER)))
-                yield self._decoder.decode(body)
+                yield _decoded(self._decoder, body)
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 

@@ -32,7 +32,8 @@ class RowText:
         self.tokens += 1
         piece = self._tokenizer.piece(token)
         if token in self._tokenizer.special:
-            out = self._stops.feed(self._decoder.decode(b"", final=True)) + self._stops.feed(piece.decode(), hidden=True)
+            name = piece.decode("utf-8", "replace")  # an end of text may be any token, half a character too
+            out = self._stops.feed(self._decoder.decode(b"", final=True)) + self._stops.feed(name, hidden=True)
         else:
             out = self._stops.feed(self._decoder.decode(piece))
         if self._stops.found:

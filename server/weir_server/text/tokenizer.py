@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class Tokenizer:
     eos_ids: tuple[int, ...] = ()
     bos_id: int | None = None  # to be put in front of a plain prompt; None where the model wants none or `core` does it
 
-    @property
+    @cached_property
     def longest_piece(self) -> int:
         """Bytes of the longest token: no text of more than n times so many bytes has only n tokens."""
         return max(map(len, self.pieces))
