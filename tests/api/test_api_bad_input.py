@@ -8,6 +8,7 @@ import threading
 import time
 from urllib.parse import urlsplit
 
+import psutil
 import pytest
 import requests
 from serving import NAME, Server, Stream, wait_for
@@ -49,6 +50,7 @@ COMPLETIONS_400 = {
     "echo": [True],
     "best_of": [4],
     "suffix": ["x"],
+    "priority": [1, -1, "high"],
 }
 
 
@@ -227,7 +229,22 @@ def test_one_pathological_prompt_leaves_the_others_alone(server: Server):
     poller.join()
     stream.join()
     assert stream.events[-1] == "[DONE]"
-    assert slowest < 5, "health must not wait for a tokenizer"
+    assert slowest < 2, "health must not wait for a tokenizer"
+
+
+def test_five_thousand_prompts_cost_next_to_nothing(server: Server):
+    """Seconds of the parent's processor, since those do not depend on how busy the machine is."""
+    parent = psutil.Process(server.process.pid)
+
+    def used() -> float:
+        times = parent.cpu_times()
+        return times.user + times.system
+
+    before = used()
+    refused(server.post(COMPLETION, {"prompt": ["a"] * 5000}))
+    refused(server.post(CHAT, {"messages": [{"role": "user"}] * 500_000}))
+    refused(server.post(COMPLETION, {"prompt": [5] * 1_000_000}))
+    assert used() - before < 2
 
 
 def test_two_requests_with_one_client_id(server: Server):
@@ -255,5 +272,5 @@ def test_two_requests_with_one_client_id(server: Server):
 
 
 def test_unknown_roles_and_fields_of_others_do_no_harm(server: Server):
-    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "service_tier": "auto"}
+    extra = {"user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "priority": 0}
     assert server.post(CHAT, {"model": NAME, "messages": HI, "max_tokens": 1, **extra}).status_code == 200

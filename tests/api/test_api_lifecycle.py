@@ -128,6 +128,15 @@ def test_a_signal_while_loading_ends_it_soon(start, sig: int, delay: float):
     assert "serving at" not in own.output() and "Traceback" not in own.output()
 
 
+def test_two_servers_that_start_on_one_port(start):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    servers: list[Server] = [start("--null-model", "--host", "127.0.0.1", "--port", port) for _ in range(2)]
+    loser = wait_for(lambda: next((s for s in servers if s.process.poll() is not None), None))
+    assert loser.process.returncode == 2 and f"Port {port} is in use" in loser.output() and "Traceback" not in loser.output()
+    next(s for s in servers if s is not loser).wait_until_serving()
+
+
 def test_a_port_in_use_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -167,12 +176,21 @@ def test_a_broken_model_file_is_one_line(tmp_path: Path, content: bytes | None):
         (["serve", "x", "--port", "99999"], "'--port'"),
         (["serve", "x", "--boot-file", "/no/such.yaml"], "/no/such.yaml"),
         (["serve", "x", "--kv-admission-watermark", "0.7"], "0.7"),
+        (["serve", MODEL, "--ctx-size", "2000"], "raise it to 2048"),
+        (["serve", MODEL, "--control-host", "0.0.0.0"], "needs --control-token-file"),
+        (["serve", MODEL, "--api-key", ""], "is empty"),
     ],
     ids=lambda v: v[2] if isinstance(v, list) and len(v) > 2 else None,
 )
 def test_a_wrong_command_line_is_a_sentence_and_exit_2(arguments: list[str], words: str):
     ended = run(*arguments)
     assert ended.returncode == 2 and words in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("name", ["WEIR_API_KEY", "WEIR_API_KEY_FILE"])
+def test_an_empty_variable_for_the_keys_is_no_leave_to_do_without(name: str):
+    ended = run("serve", MODEL, env={name: ""})
+    assert ended.returncode == 2 and "API key" in ended.stderr and "Traceback" not in ended.stderr
 
 
 def test_service_links_are_no_settings_and_defaults_listen_on_both_families(start):

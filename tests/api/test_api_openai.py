@@ -44,6 +44,14 @@ def test_same_seed_same_text(client: openai.OpenAI):
     assert client.completions.create(**{**ask, "seed": -9223372036854775808}).choices[0].text != one
 
 
+@pytest.mark.parametrize("temperature", [1e-46, 1e-6])
+def test_next_to_no_temperature_is_none(client: openai.OpenAI, temperature: float):
+    """1e-46 is 0 in the sampler's floats, and 0 ÷ 0 no number."""
+    ask = {"model": NAME, "prompt": "A weir is a", "max_tokens": 6}
+    greedy = client.completions.create(**ask, temperature=0).choices[0].text
+    assert client.completions.create(**ask, temperature=temperature).choices[0].text == greedy
+
+
 def test_n_choices_differ_and_are_numbered(client: openai.OpenAI):
     answer = client.completions.create(model=NAME, prompt="A river", temperature=1.0, max_tokens=8, seed=5, n=3)
     assert [c.index for c in answer.choices] == [0, 1, 2]

@@ -84,6 +84,18 @@ def test_the_budget_is_whole_chunks():
     assert b.target.kv_cache_budget == 1200
 
 
+def test_a_budget_is_raised_only_into_memory_that_is_there():
+    b = board()
+    with pytest.raises(KnobError) as e:
+        b.put(write(knobs={"kv_cache_budget": 1700, "max_batch_size": 8}), 0.0, budget_room=1650)
+    assert e.value.status == 422 and e.value.body["bound"] == 1600 and b.target == BOOT and b.fence.seq == 0
+    b.put(write(knobs={"kv_cache_budget": 1600}), 0.0, budget_room=1650)
+    b.put(write(seq=2, knobs={"kv_cache_budget": 1600}), 0.0, budget_room=0)
+    b.put(write(seq=3, knobs={"kv_cache_budget": 1000}), 0.0, budget_room=0)
+    b.put(write(seq=4, knobs={"kv_cache_budget": 2000}), 0.0, budget_room=None)
+    assert b.target.kv_cache_budget == 2000
+
+
 def test_a_lease_given_back_puts_the_pushed_fallback_in_force():
     b = board()
     b.put(write(seq=1, knobs={"max_batch_size": 8}), 0.0)

@@ -5,26 +5,25 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import uvloop
 
 from weir_server.cli.bootfile import BootFile, read_boot_file
+from weir_server.cli.keys import read_keys
 from weir_server.cli.machine import cpu_threads
 from weir_server.contract import CONTROL_PORT, HTTP_PORT, Slo
-from weir_server.http.auth import read_keys
-from weir_server.http.lifecycle import Addresses, serve
-from weir_server.http.service import Model, Options, Service
+from weir_server.http.engine_client import EngineClient
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
 from weir_server.model.files import resolve
-from weir_server.text.defaults import load_defaults
-from weir_server.text.template import ChatTemplate, find_template
-from weir_server.text.tokenizer import load_tokenizer
+from weir_server.policy.limits import context_per_slot
+
+if TYPE_CHECKING:  # what takes long to import is imported where it is used, while the engine already loads
+    from weir_server.http.service import Model, Service
 
 API, MODEL, BATCH, KV, OPERATION = "API", "Model", "Batching", "KV cache", "Operation"
-LEAST_CONTEXT = 512
+LOOPBACKS = ("localhost", "127.0.0.1", "::1")
 AUTO_MARGIN = 0.15
 """`--safety-margin auto` with the fifo scheduler."""
 
@@ -123,29 +122,44 @@ def command(
     slots = max_batch_size or parallel
     path = resolve(model)
     boot = Boot(
-        model=str(path), threads=threads or cpu_threads(), dtype=dtype, context_per_slot=_per_slot(ctx_size, slots),
+        model=str(path), threads=threads or cpu_threads(), dtype=dtype,
+        context_per_slot=None if ctx_size is None else context_per_slot(ctx_size, slots),
         max_batch_size=slots, max_requests_per_batch=max_requests_per_batch, max_batch_tokens=max_batch_tokens,
-        prefill_chunk=prefill_chunk_size, prefill_grant_interval=prefill_grant_interval, scheduler=scheduler,
+        prefill_chunk=prefill_chunk_size, prefill_grant_interval=prefill_grant_interval,
         kv_cache_budget=kv_cache_budget, kv_cache_budget_min=_bytes("--kv-cache-budget-min", kv_cache_budget_min),
         admission_watermark=0.01 if watermark is None else watermark, max_queue_depth=max_queue_depth or 32,
         page_size=page_size, num_blocks=num_blocks, max_memory_percent=max_memory_percent, prefix_cache=prompt_cache,
         cache_dir=cache_dir, deterministic=deterministic, null_model=null_model,
     )  # fmt: skip
+    slo = Slo(_positive("--slo-ttft", slo_ttft, file.ttft, 2.0), _positive("--slo-tpot", slo_tpot, file.tpot, 0.08))
+    keys = read_keys(_or_empty(api_key, "WEIR_API_KEY"), _or_empty(api_key_file, "WEIR_API_KEY_FILE"))
+    if control_host and not control_token_file and control_host not in LOOPBACKS:
+        raise UserError(f"--control-host {control_host} needs --control-token-file: without a token it is loopback only.")
     given = {"max_batch_size": max_batch_size, "max_queue_depth": max_queue_depth, "admission_watermark": watermark}
+    engine = EngineClient(boot)
+
+    import uvloop
+
+    from weir_server.http.lifecycle import Addresses, serve
+    from weir_server.http.service import Options
+
     options = Options(
-        slo=Slo(_positive("--slo-ttft", slo_ttft, file.ttft, 2.0), _positive("--slo-tpot", slo_tpot, file.tpot, 0.08)),
-        body_limit=body_limit, drain_timeout=lambda: _drain_timeout(drain_timeout, boot_file, file),
-        initial={k: v for k, v in file.initial.items() if given.get(k) is None},
-        api_keys=read_keys(api_key, api_key_file), token_file=control_token_file, metrics=not no_metrics,
-        state_dir=state_dir,
+        slo=slo, body_limit=body_limit, drain_timeout=lambda: _drain_timeout(drain_timeout, boot_file, file),
+        initial={k: v for k, v in file.initial.items() if given.get(k) is None}, api_keys=keys,
+        token_file=control_token_file, metrics=not no_metrics, state_dir=state_dir,
     )  # fmt: skip
     addresses = Addresses(host, port, control_host, control_port)
     name = served_model_name or path.name.removesuffix(".gguf")
-    raise typer.Exit(uvloop.run(serve(boot, options, addresses, lambda: load_model(path, name), announce)))
+    raise typer.Exit(uvloop.run(serve(engine, options, addresses, lambda: load_model(path, name), announce)))
 
 
 def load_model(path: Path, name: str) -> Model:
     """The text side of the model. Raises ModelError."""
+    from weir_server.http.service import Model
+    from weir_server.text.defaults import load_defaults
+    from weir_server.text.template import ChatTemplate, find_template
+    from weir_server.text.tokenizer import load_tokenizer
+
     tokenizer = load_tokenizer(path)
     template = ChatTemplate(find_template(path), tokenizer.bos, tokenizer.eos)
     defaults = load_defaults(path, tokenizer)
@@ -176,14 +190,9 @@ def _log_to_stderr(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
 
 
-def _per_slot(ctx_size: int | None, slots: int) -> int | None:
-    if ctx_size is None:
-        return None
-    if ctx_size // slots < LEAST_CONTEXT:
-        raise UserError(
-            f"--ctx-size {ctx_size} leaves {ctx_size // slots} tokens to each of {slots} slots; {LEAST_CONTEXT} are the least."
-        )
-    return ctx_size // slots
+def _or_empty(value: str | None, variable: str) -> str | None:
+    """An empty variable counts as absent for the command line's parser, which is not what its author meant."""
+    return os.environ.get(variable) if value is None else value
 
 
 def _watermark(text: str | None) -> float | None:

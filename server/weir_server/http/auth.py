@@ -11,7 +11,6 @@ from typing import Any
 from aiohttp import web
 
 from weir_server.http.errors import ApiError
-from weir_server.link.errors import UserError
 
 log = logging.getLogger("weir.http")
 OPEN = frozenset({"/health", "/ready", "/metrics"})
@@ -38,20 +37,6 @@ def _bears(request: web.Request, tokens: Sequence[bytes]) -> bool:
     scheme, _, given = raw.partition(b" ")
     matches = [hmac.compare_digest(given.strip(), token) for token in tokens]
     return scheme.lower() == b"bearer" and any(matches)
-
-
-def read_keys(key: str | None, file: str | None) -> tuple[bytes, ...]:
-    """API keys from the flag and from a file with one `key` or `name:key` a line. Raises UserError."""
-    keys = [key] if key else []
-    if file:
-        try:
-            lines = Path(file).read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as e:
-            raise UserError(f"Cannot read the API keys from {file}: {e}.") from None
-        keys += [line.rpartition(":")[2].strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not keys:
-            raise UserError(f"{file} holds no API key.")
-    return tuple(k.encode() for k in keys)
 
 
 def token_in(file: str) -> Sequence[bytes]:

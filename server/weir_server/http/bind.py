@@ -1,4 +1,8 @@
-"""Sockets to listen on. They are bound before the model loads (a port in use is known at once) and listen only after."""
+"""Sockets to listen on. They are bound before the model loads (a port in use is known at once) and listen only after.
+
+SO_REUSEADDR lets a server start again while connections of the last one still linger, and lets two servers bind one port as
+long as neither listens. So a port is bound without it where that can be, and gets it before it listens, for its connections.
+"""
 
 from __future__ import annotations
 
@@ -52,17 +56,34 @@ def _bound(family: int, address: tuple[str, int], only_v6: bool) -> socket.socke
     """Raises UserError if the port is taken or forbidden, OSError if this kind of address can't be had here."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, int(only_v6))
-        sock.bind(address)
+        try:
+            sock.bind(address)
+        except OSError:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind(address)
     except OSError as e:
         sock.close()
         if e.errno in (errno.EADDRINUSE, errno.EACCES):
-            why = "is in use" if e.errno == errno.EADDRINUSE else "is not ours to open"
-            raise UserError(f"Port {address[1]} {why} on {address[0]}; choose another one (0 picks a free one).") from None
+            raise _refused(e.errno, *address) from None
         raise
     return sock
+
+
+def listen(sock: socket.socket, backlog: int) -> None:
+    """Raises UserError where another one listens by now."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.listen(backlog)
+    except OSError as e:
+        host, port = sock.getsockname()[:2]
+        raise _refused(e.errno, host, port) from None
+
+
+def _refused(code: int | None, host: str, port: int) -> UserError:
+    why = "is in use" if code == errno.EADDRINUSE else "is not ours to open"
+    return UserError(f"Port {port} {why} on {host}; choose another one (0 picks a free one).")
 
 
 def url(host: str, port: int) -> str:

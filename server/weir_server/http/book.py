@@ -38,7 +38,6 @@ class Book:
         self._running = 0  # rows admitted and not finished, preempted ones included
         self._preempted = 0
         self._queued_tokens = 0
-        self.draining = False  # tells the two reasons of handing back apart
         self.slots: dict[int, LiveRow] = {}  # admitted rows, each at the lowest number that was free
 
     # ---- the queue
@@ -55,7 +54,7 @@ class Book:
         self.calls[call.name] = call
         self._waiting += len(call.rows)
         self._queued_tokens += sum(row.seen.prompt_tokens for row in call.rows)
-        self.seen.queue([row.seen for row in call.rows])
+        self.seen.queue([row.seen for row in call.rows], call.retry)
 
     def leave(self, call: Call) -> None:
         """The call's handler is through; whatever still lives is cancelled."""
@@ -115,8 +114,7 @@ class Book:
         self.seen.tokens(row.seen, event.t, row.text.tokens - before)
 
     def _finished(self, row: LiveRow, event: Finished) -> None:
-        over_budget = event.reason == "handed_back" and not self.draining
-        row.end(event.reason, f"request_memory_budget_exceeded. {event.message}" if over_budget else event.message)
+        row.end(event.reason, event.message)
         del self.rows[row.id, row.choice]
         if row.slot is not None:
             self._running -= 1
@@ -147,12 +145,15 @@ class Book:
         remaining = sum(left) / len(left) if left else 0.0
         return Pace(self.seen.rows_per_second(now), self._queued_tokens * uncached, remaining, self._plant)
 
-    def over_budget(self, prompt_tokens: int, budget: int | None) -> bool:
-        """Does the whole prompt and one block exceed the live KV budget?"""
+    def over_budget(self, prompt_tokens: int, limit: int, budget: int | None) -> bool:
+        """Does the prompt with its next token, unless that is its last of `limit`, exceed the live KV budget?
+
+        It is what the engine asks of a row before it lets it wait.
+        """
         if budget is None:
             return False
         g = self._geometry
-        blocks = -(-prompt_tokens // g.block_tokens) + 1
+        blocks = -(-(prompt_tokens + min(1, limit - 1)) // g.block_tokens)
         per_type = max((-(-blocks // per_chunk) for per_chunk in g.blocks_per_chunk.values()), default=0)
         return per_type * len(g.blocks_per_chunk) * g.chunk_bytes > budget
 

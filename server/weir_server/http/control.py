@@ -15,13 +15,13 @@ from weir_server.http.knobs import KnobError
 from weir_server.http.schema import convert
 
 
-class _Fenced(msgspec.Struct, frozen=True):
+class _Fenced(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instance: str
     epoch: int
     seq: int
 
 
-class _Put(_Fenced, frozen=True):
+class _Put(_Fenced, frozen=True, forbid_unknown_fields=True):
     lease_seconds: float
     knobs: dict[str, Any] = {}
     fallback: dict[str, Any] | None = None
@@ -39,7 +39,7 @@ async def put_knobs(request: web.Request) -> web.Response:
         raise bad("lease_seconds", "lease_seconds must be 0 or more.")
     ask = KnobsRequest(put.instance, put.epoch, put.seq, put.lease_seconds, put.knobs, put.fallback, put.slo)
     try:
-        service.board.put(ask, service.now())
+        service.board.put(ask, service.now(), service.budget_room())
     except KnobError as e:
         return json_response(e.body, e.status)
     service.push_knobs()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 
-from weir_server.link.channel import AsyncChannel, ChannelClosed
+from weir_server.link.channel import AsyncChannel, ChannelClosed, frame
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot, Fatal, Quit, Ready, Report, ToChild
 
@@ -22,28 +24,31 @@ class EngineFailed(Exception):
 
 
 class EngineClient:
-    """One child process. Use: `await start(boot)`, then iterate `reports()` until the engine ends, then `await stop()`."""
+    """One child process, spawned at once. Use: `await ready()`, then iterate `reports()` until it ends, then `await stop()`.
 
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+    It needs no event loop to be spawned, so that the child can load while the parent still imports.
+    """
+
+    def __init__(self, boot: Boot) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "weir_server.cli.child", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()], env=child_environment(boot.threads), start_new_session=True,
+            )  # fmt: skip
+        self._socket.sendall(frame(boot))
         self._channel: AsyncChannel | None = None
         self._messages: AsyncIterator[Ready | Fatal | Report] | None = None
         self.alive = False
 
-    async def start(self, boot: Boot) -> Ready:
-        """Spawn the child and wait until it serves. Raises UserError or EngineFailed."""
-        ours, theirs = socket.socketpair()
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "weir_server.cli.child", str(theirs.fileno()),
-                pass_fds=[theirs.fileno()], env=child_environment(boot.threads), start_new_session=True,
-            )  # fmt: skip
-        finally:
-            theirs.close()
-        self._channel = await AsyncChannel.open(ours)
+    async def ready(self) -> Ready:
+        """Wait until the child serves. Raises UserError or EngineFailed."""
+        self._channel = await AsyncChannel.open(self._socket)
         self._messages = aiter(self._channel)
-        self._channel.send(boot)
-        first = await anext(self._messages, None)
+        try:
+            first = await anext(self._messages, None)
+        except ChannelClosed as e:
+            raise EngineFailed(f"The engine process sent nonsense: {e}.") from None
         if isinstance(first, Ready):
             self.alive = True
             return first
@@ -72,30 +77,22 @@ class EngineClient:
         raise EngineFailed(f"The engine process ended unexpectedly ({await self._how_it_ended()}).")
 
     async def _how_it_ended(self) -> str:
-        assert self._process is not None
         try:
-            code = await asyncio.wait_for(self._process.wait(), QUIT_SECONDS)
-        except TimeoutError:
+            code = await asyncio.to_thread(self._process.wait, QUIT_SECONDS)
+        except subprocess.TimeoutExpired:
             return "its channel is closed"
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
-    async def stop(self, patience: float = QUIT_SECONDS) -> None:
-        """Ask the child to quit, wait `patience` seconds, then kill it. Safe in every state."""
-        if self._process is None:
-            return
-        self.send(Quit())
-        self.alive = False
-        try:
-            await asyncio.wait_for(self._process.wait(), patience)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        if self._channel is not None:
-            self._channel.close()
-
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
+    async def stop(self) -> None:
+        """Ask the child to quit and wait a moment, or kill it at once where it doesn't listen. Safe in every state."""
+        if self.alive:
+            self.send(Quit())
+            self.alive = False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, QUIT_SECONDS)
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)
+        (self._channel or self._socket).close()
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -11,7 +11,6 @@ from weir_server.contract import BUSY_BODY
 
 JSON = "application/json"
 BODY_LIMIT = web.AppKey("body_limit", int)
-BUSY = orjson.dumps(BUSY_BODY)
 
 
 class ApiError(Exception):
@@ -27,7 +26,7 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.retry_after = retry_after
-        self.reason = reason  # of contract.REFUSALS, for the counters
+        self.reason = reason  # of contract.REFUSALS, for the counters, or one that is not counted
 
     @property
     def body(self) -> dict[str, Any]:
@@ -38,6 +37,17 @@ class ApiError(Exception):
         return web.Response(status=self.status, body=orjson.dumps(self.body), content_type=JSON, headers=headers)
 
 
+class Busy(ApiError):
+    """The queue-full 503, byte for byte as the contract has it."""
+
+    def __init__(self, retry_after: int) -> None:
+        super().__init__(503, BUSY_BODY["error"]["message"], kind="overloaded", retry_after=retry_after, reason="queue_full")
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return BUSY_BODY
+
+
 def bad(param: str | None, message: str) -> ApiError:
     """A 400 that names the parameter."""
     return ApiError(400, message, param=param)
@@ -46,11 +56,6 @@ def bad(param: str | None, message: str) -> ApiError:
 def overloaded(message: str, retry_after: int, reason: str) -> ApiError:
     """A retryable 503 other than the queue-full one."""
     return ApiError(503, message, kind="overloaded", retry_after=retry_after, reason=reason)
-
-
-def busy_response(retry_after: int) -> web.Response:
-    """The queue-full 503, byte for byte as the contract has it."""
-    return web.Response(status=503, body=BUSY, content_type=JSON, headers={"Retry-After": str(retry_after)})
 
 
 def json_response(value: Any, status: int = 200) -> web.Response:

@@ -53,8 +53,8 @@ class KnobBoard:
     def expires_in(self, now: float) -> float | None:
         return None if self._expires is None else max(0.0, self._expires - now)
 
-    def put(self, request: KnobsRequest, now: float) -> None:
-        """Apply a write whole or raise KnobError and change nothing."""
+    def put(self, request: KnobsRequest, now: float, budget_room: int | None = None) -> None:
+        """Apply a write whole or raise KnobError and change nothing. `budget_room`: bytes that memory has for the KV budget."""
         self.check_fence(request.instance, request.epoch, request.seq)
         fence = Fence(request.epoch, request.seq)
         if fence == self.fence and self._seen.content is not None and _content(request) != _content(self._seen.content):
@@ -62,6 +62,7 @@ class KnobBoard:
         if self.draining:
             raise KnobError(503, "the server is draining")
         knobs, fallback = self._checked(request.knobs), self._checked(request.fallback or {})
+        self._check_memory(knobs.get("kv_cache_budget"), budget_room)
         self.slo = self._changed_slo(request.slo)
         self._seen = _Seen(fence, request)
         self.fallback = self.fallback.merged(fallback)
@@ -110,6 +111,15 @@ class KnobBoard:
                 raise KnobError(422, f"{name} {value} is outside the envelope", knob=name, value=value, bound=bound)
             out[name] = value // self._chunk * self._chunk if name == "kv_cache_budget" else value
         return out
+
+    def _check_memory(self, budget: int | None, room: int | None) -> None:
+        """Only a raise is refused: a lease on the present value is renewed however short memory is."""
+        if budget is None or room is None or self.target.kv_cache_budget is None:
+            return
+        bound = max(self.target.kv_cache_budget, room // self._chunk * self._chunk)
+        if budget > bound:
+            message = f"kv_cache_budget {budget} is above the {bound} bytes that the memory limit leaves to it now"
+            raise KnobError(422, message, knob="kv_cache_budget", value=budget, bound=bound)
 
     def _changed_slo(self, values: Mapping[str, float] | None) -> Slo:
         if not values:

@@ -11,17 +11,17 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from aiohttp import web
 
 from weir_server.http.app import client_app, control_app
-from weir_server.http.bind import LOOPBACK, bind, url_of
+from weir_server.http.bind import LOOPBACK, bind, listen, url_of
 from weir_server.http.engine_client import EngineClient, EngineFailed
 from weir_server.http.service import Model, Options, Service
-from weir_server.link.messages import Boot, Ready
+from weir_server.link.messages import Ready
 
 log = logging.getLogger("weir")
 TICK_SECONDS = 0.5
@@ -55,19 +55,21 @@ class Signals:
 
 
 async def serve(
-    boot: Boot, options: Options, addresses: Addresses, load_model: Callable[[], Model], announce: Callable[[Service], None]
-) -> int:
+    engine: EngineClient, options: Options, addresses: Addresses, load_model: Callable[[], Model],
+    announce: Callable[[Service], None],
+) -> int:  # fmt: skip
     """Run until told to end; the exit status. Raises UserError (bad port, bad model) and EngineFailed (could not start)."""
     signals = Signals()
-    clients = bind(addresses.host, addresses.port)
-    control_host = addresses.control_host or addresses.host if options.token_file else LOOPBACK
-    controls = bind(control_host, addresses.control_port)
-    engine = EngineClient()
+    sockets: list[socket.socket] = []
     try:
-        loaded = await _unless(signals.first, asyncio.ensure_future(_load(engine, boot, load_model)))
+        clients = bind(addresses.host, addresses.port)
+        sockets += clients
+        control_host = addresses.control_host or addresses.host if options.token_file else LOOPBACK
+        controls = bind(control_host, addresses.control_port)
+        sockets += controls
+        loaded = await _unless(signals.first, asyncio.ensure_future(_load(engine, load_model)))
         if loaded is None:
             log.info("told to end while loading")
-            await engine.stop(patience=0.0)
             return 0
         ready, model = loaded
         service = Service(model, ready, engine, options)
@@ -77,19 +79,19 @@ async def serve(
             return await _run(service, signals)
     finally:
         await engine.stop()
-        for sock in (*clients, *controls):
+        for sock in sockets:
             sock.close()
 
 
-async def _load(engine: EngineClient, boot: Boot, load_model: Callable[[], Model]) -> tuple[Ready, Model]:
-    """Both sides of the model at once: weights in the child, tokenizer here."""
+async def _load(engine: EngineClient, load_model: Callable[[], Model]) -> tuple[Ready, Model]:
+    """Both sides of the model at once, weights in the child, tokenizer here; whichever fails first says so."""
+    ready = asyncio.ensure_future(engine.ready())
     text = asyncio.get_running_loop().run_in_executor(None, load_model)
     try:
-        ready = await engine.start(boot)
-    except BaseException:
+        return await asyncio.gather(ready, text)
+    finally:
+        ready.cancel()
         text.cancel()
-        raise
-    return ready, await text
 
 
 async def _unless(event: asyncio.Event, task: asyncio.Future[T]) -> T | None:
@@ -117,6 +119,7 @@ async def _listening(service: Service, clients: list[socket.socket], controls: l
         for runner, sockets in zip(runners, (clients, controls), strict=True):
             await runner.setup()
             for sock in sockets:
+                listen(sock, BACKLOG)
                 await web.SockSite(runner, sock, backlog=BACKLOG).start()
         yield
     finally:
@@ -125,35 +128,44 @@ async def _listening(service: Service, clients: list[socket.socket], controls: l
 
 
 async def _run(service: Service, signals: Signals) -> int:
-    """Serve until the engine dies (1), a drain is through (0) or a second signal comes (143)."""
-    watch = asyncio.ensure_future(_reports(service))
-    ticks = asyncio.ensure_future(_ticks(service))
-    end = asyncio.ensure_future(_drained(service, signals))
+    """Serve until the engine or one of our own tasks fails (1), a drain is through (0) or a second signal comes (143)."""
+    end = asyncio.ensure_future(_or_fail(service, _drained(service, signals)))
+    tasks = [end, *(asyncio.ensure_future(_or_fail(service, work(service))) for work in (_reports, _ticks))]
     try:
-        await asyncio.wait({watch, end}, return_when=asyncio.FIRST_COMPLETED)
-        if not watch.done():
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if done == {end} and (status := end.result()) is not None:
             service.marker.remove()
-            return end.result()
+            return status
         log.error("%s", service.failed)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(service.idle.wait(), LAST_WRITES_SECONDS)
         return 1
     finally:
-        for task in (watch, ticks, end):
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(watch, ticks, end, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _reports(service: Service) -> None:
-    """Apply the engine's reports until it ends; then every call gets its terminal event."""
+async def _or_fail(service: Service, work: Awaitable[int]) -> int | None:
+    """The result of `work`. If it fails so does the service: every call gets its terminal event, and None is returned."""
     try:
-        async for report in service.engine.reports():
-            service.apply(report)
+        return await work
     except EngineFailed as e:
         service.fail(str(e))
+    except Exception:
+        log.exception("an error that the server cannot go on from")
+        service.fail("Internal error of the server.")
+    return None
 
 
-async def _ticks(service: Service) -> None:
+async def _reports(service: Service) -> NoReturn:
+    """Apply the engine's reports; at its end EngineFailed is raised."""
+    async for report in service.engine.reports():
+        service.apply(report)
+    raise AssertionError("reports() ends by an exception only")
+
+
+async def _ticks(service: Service) -> NoReturn:
     while True:
         await asyncio.sleep(TICK_SECONDS)
         service.tick()

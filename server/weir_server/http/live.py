@@ -7,12 +7,12 @@ client therefore costs no more than the text of its rows, whose length the conte
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from weir_server.http.errors import ApiError, overloaded
 from weir_server.http.observe import Row
-from weir_server.link.messages import Submit, TokenLogprobs
+from weir_server.link.messages import KV_BUDGET_EXCEEDED, Submit, TokenLogprobs
 from weir_server.text.detok import RowText
 
 
@@ -65,11 +65,17 @@ class LiveRow:
 class Call:
     """One HTTP request: `name` is what /v1/requests knows it by, `label` the client's own id if it gave a good one."""
 
-    def __init__(self, name: str, label: str | None, arrived: float, submits: Sequence[Submit]) -> None:
+    def __init__(
+        self, name: str, label: str | None, arrived: float, submits: Sequence[Submit], retry: bool = False,
+        retry_after: Callable[[], int] = lambda: 1,
+    ) -> None:  # fmt: skip
+        """`retry`: the client was refused before. `retry_after`: seconds to tell it where it is handed back."""
         self.name = name
         self.label = label
         self.arrived = arrived
         self.submits = submits
+        self.retry = retry
+        self.retry_after = retry_after
         self.rows: list[LiveRow] = []
         self.wake = asyncio.Event()
         self.cancelled_by_request = False
@@ -104,6 +110,8 @@ class Call:
         """The first row that ended neither by itself nor at its limit, as an answer."""
         for row in self.rows:
             if row.reason == "handed_back":
+                if row.message.startswith(KV_BUDGET_EXCEEDED):
+                    return overloaded(row.message, self.retry_after(), "kv_budget")
                 return overloaded(f"Handed back before it began: {row.message}", 0, "handed_back")
             if row.reason == "cancelled":
                 if self.cancelled_by_request:

@@ -57,8 +57,10 @@ class WeirCollector(Collector):
         yield _counters("weir_requests_rejected", "Rows refused.", ("reason", "bound"), refused)
         yield _counters("weir_requests_finished", "Rows that ended.", ("reason",), {(r,): n for r, n in seen.finished.items()})
         yield _counters("weir_preemptions", "Rows sent back from the batch to the queue.", ("cause",), causes)
-        yield _counter("weir_preempted_tokens", "Tokens computed again after a preemption.", stats.recomputed_tokens)
+        yield _counter("weir_preempted_tokens", "Computed tokens that preemptions gave up.", stats.preempted_tokens)
         yield _counter("weir_soft_resets", "Preemptions by recomputing.", stats.soft_resets)
+        for name in ("offloads", "spec_decode_drafted", "spec_decode_accepted"):
+            yield _counter(f"weir_{name}", "Always 0: this version does neither offload nor speculate.", 0)
         yield _counter("weir_prompt_tokens", "Prompt tokens of admitted rows.", seen.prompt_tokens)
         yield _counter("weir_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", seen.cached_tokens)
         yield _counter("weir_generation_tokens", "Tokens generated for clients.", seen.generated_tokens)

@@ -24,6 +24,8 @@ REFUSED: dict[str, tuple[str, ...]] = {
     "kv_impossible": ("none",), "context_length": ("none",), "invalid": ("none",),
 }  # fmt: skip
 """Every (reason, bound) that can occur."""
+RETRYABLE = ("queue_full", "draining", "kv_budget")
+"""Refusals after which a client may come back: these and what was queued are the arrivals that `retried` is a part of."""
 
 LATENCY_BUCKETS = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 TTFT_BUCKETS = (
@@ -106,11 +108,16 @@ class Observations:
 
     # ---- the life of a row
 
-    def refuse(self, reason: str, bound: str, rows: int = 1) -> None:
+    def refuse(self, reason: str, bound: str, rows: int = 1, retry: bool = False) -> None:
+        """`retry`: the client says that it was refused before."""
         self.refused[reason][bound] += rows
+        if retry and reason in RETRYABLE:
+            self.retried += rows
 
-    def queue(self, rows: Sequence[Row]) -> None:
+    def queue(self, rows: Sequence[Row], retry: bool = False) -> None:
         self.queued += len(rows)
+        if retry:
+            self.retried += len(rows)
 
     def admit(self, row: Row, t: float, cached: int) -> None:
         row.admitted = t

@@ -84,18 +84,23 @@ async def tokenize(request: web.Request) -> web.Response:
     special = body.get("add_special_tokens", body.get("add_special", False))
     if not isinstance(special, bool):
         raise bad("add_special_tokens", "add_special_tokens must be true or false.")
-    ids = await encode(service, text, special, "prompt")
+    (ids,) = await encode(service, [text], special)
     return json_response({"tokens": ids, "count": len(ids), "max_model_len": service.ready.context_per_slot})
 
 
 async def detokenize(request: web.Request) -> web.Response:
     """Special tokens by name; ids that the tokenizer lacks add nothing. The text is there under vLLM's and llama.cpp's name."""
     service = request.app[SERVICE]
-    ids = parse_body(await read_json_body(request)).get("tokens")
-    if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise bad("tokens", "tokens must be a list of integers.")
-    check_ids("tokens", ids, service.vocab)
-    text = service.model.tokenizer.decode(ids)
+    raw = await read_json_body(request)
+    ids = parse_body(raw).get("tokens")
+
+    def text_of() -> str:
+        if not isinstance(ids, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+            raise bad("tokens", "tokens must be a list of integers.")
+        check_ids("tokens", ids, service.vocab)
+        return service.model.tokenizer.decode(ids)
+
+    text = await service.off_loop(len(raw), text_of)
     return json_response({"prompt": text, "content": text})
 
 

@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import orjson
@@ -23,7 +23,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Stop = Annotated[str, Meta(min_length=1)]
-MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES = 16, 20, 1024
+MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_BIASES = 16, 20, 1024, 1024
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -50,7 +50,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     min_tokens: Natural = 0
     logit_bias: dict[str, float] = {}
-    priority: Int64 = 0
     cache_prompt: bool = True
     cache_salt: str = ""
 
@@ -72,7 +71,7 @@ REFUSED: Mapping[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
     "echo": (False,), "suffix": ("",), "best_of": (1,), "prompt_logprobs": (0, False), "use_beam_search": (False,),
     "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "grammar": ("",),
+    "grammar": ("",), "priority": (0,),
 }  # fmt: skip
 """Field → values that mean "not asked for"."""
 
@@ -149,9 +148,10 @@ def stops_of(request: Common) -> tuple[str, ...]:
 
 
 def sampling_of(
-    request: Common, defaults: Mapping[str, float], stop_ids: tuple[int, ...], max_tokens: int, vocab: int, logprobs: int
-) -> Sampling:
-    """What the engine is told. `max_tokens` is resolved; a seed that was not given is drawn here."""
+    request: Common, defaults: Mapping[str, float], stop_ids: tuple[int, ...], bias: dict[int, float], max_tokens: int,
+    logprobs: int,
+) -> Sampling:  # fmt: skip
+    """What the engine is told. `max_tokens` and `bias` are resolved; a seed that was not given is drawn here."""
 
     def value(name: str, ours: float) -> Any:
         given = getattr(request, name)
@@ -171,14 +171,16 @@ def sampling_of(
         frequency_penalty=request.frequency_penalty,
         seed=random.getrandbits(63) if request.seed is None else request.seed,
         stop_ids=() if request.ignore_eos else stop_ids,
-        logit_bias=_logit_bias(request.logit_bias, vocab),
+        logit_bias=bias,
         logprobs=logprobs,
     )
 
 
-def _logit_bias(given: Mapping[str, float], vocab: int) -> dict[int, float]:
+def logit_bias_of(request: Common, vocab: int) -> dict[int, float]:
+    if len(request.logit_bias) > MAX_BIASES:
+        raise bad("logit_bias", f"logit_bias has {len(request.logit_bias)} entries; at most {MAX_BIASES} are allowed.")
     out = {}
-    for key, bias in given.items():
+    for key, bias in request.logit_bias.items():
         if not re.fullmatch(r"\d{1,18}", key, re.ASCII) or int(key) >= vocab:
             raise bad("logit_bias", f"logit_bias: {_short(key)} is no token id of this model (0 to {vocab - 1}).")
         if not -100 <= bias <= 100 or math.isnan(bias):
@@ -187,8 +189,8 @@ def _logit_bias(given: Mapping[str, float], vocab: int) -> dict[int, float]:
     return out
 
 
-def prompts_of(request: CompletionRequest, vocab: int) -> list[str | list[int]]:
-    """The prompts of a completion request, one or several; ids checked against the vocabulary."""
+def prompts_of(request: CompletionRequest) -> list[str | list[int]]:
+    """The prompts of a completion request, one or several, each a text or a list of ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]
@@ -199,8 +201,6 @@ def prompts_of(request: CompletionRequest, vocab: int) -> list[str | list[int]]:
     for ids in prompts:
         if not ids and ids != "":
             raise bad("prompt", "prompt has an empty list of ids.")
-        if isinstance(ids, list):
-            check_ids("prompt", ids, vocab)
     return prompts
 
 
@@ -213,11 +213,3 @@ def check_ids(param: str, ids: list[int], vocab: int) -> None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else text[:37] + "..."
-
-
-Lane = Literal[-1, 0, 1]
-
-
-def lane(priority: int) -> Lane:
-    """OpenAI-style integers (lower is sooner) to the engine's three lanes."""
-    return -1 if priority < 0 else 1 if priority > 0 else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 import time
 import uuid
@@ -17,13 +18,14 @@ from weir_server.contract import CONTRACT_MAJOR, CONTRACT_MINOR, ControlState, K
 from weir_server.engine.memory import cgroup_limit, memory_used
 from weir_server.http.book import Book
 from weir_server.http.engine_client import EngineClient
-from weir_server.http.errors import ApiError, overloaded
+from weir_server.http.errors import ApiError, Busy, overloaded
 from weir_server.http.gate import is_full, retry_after
 from weir_server.http.knobs import KnobBoard, within
 from weir_server.http.live import Call
 from weir_server.http.marker import Marker
-from weir_server.http.observe import Observations
+from weir_server.http.observe import REFUSED, Observations
 from weir_server.http.window import build_window
+from weir_server.kv.sizing import HEADROOM
 from weir_server.link.messages import Drain, Ready, Report, SetKnobs, Trace
 from weir_server.text.defaults import GenerationDefaults
 from weir_server.text.template import ChatTemplate
@@ -60,14 +62,6 @@ class Options:
     state_dir: str | None = None  # where the marker of an unclean exit is kept
 
 
-class Busy(Exception):
-    """The queue is full; `retry_after` in seconds."""
-
-    def __init__(self, retry_after: int) -> None:
-        super().__init__(retry_after)
-        self.retry_after = retry_after
-
-
 @dataclass
 class Service:
     """One per process. `now` is the monotonic clock that both processes share."""
@@ -98,6 +92,7 @@ class Service:
         self.idle = asyncio.Event()  # set while no call is live
         self.idle.set()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
+        self._texts: set[asyncio.Future[Any]] = set()  # for or in a thread
         self._traces: list[asyncio.Future[list[dict[str, Any]]]] = []
         if boot != r.boot:
             self.push_knobs()
@@ -105,20 +100,27 @@ class Service:
     # ---- the queue
 
     def check_queue(self, rows: int) -> None:
-        """Refuse now if draining (ApiError) or if the queue is full (Busy): before any template or token."""
+        """Refuse now if the engine is gone, if draining, or if the queue is full: before any template or token."""
         if self.failed is not None:
-            raise ApiError(503, self.failed, kind="server_error")
+            raise ApiError(503, self.failed, kind="server_error", reason="failed")
         if self.board.draining:
-            self.seen.refuse("draining", "drain", rows)
-            raise overloaded("The server is draining and takes no new requests.", 1, "draining")
-        load = self.book.load
-        if is_full(load, rows, self.board.target.max_queue_depth, self.effective.max_batch_size):
-            self.seen.refuse("queue_full", load.bound or "slots", rows)
+            raise overloaded("The server is draining and takes no new requests.", self.retry_after(), "draining")
+        if is_full(self.book.load, rows, self.board.target.max_queue_depth, self.effective.max_batch_size):
             raise Busy(self.retry_after())
 
+    def refuse(self, reason: str, rows: int, retry: bool) -> None:
+        """Count what was refused; what failed for another reason is none of the load."""
+        if reason == "queue_full":
+            self.seen.refuse(reason, self.book.load.bound or "slots", rows, retry)
+        elif reason in REFUSED:
+            (bound,) = REFUSED[reason]
+            self.seen.refuse(reason, bound, rows, retry)
+
     def retry_after(self) -> int:
-        """Whole seconds after which coming back makes sense."""
-        return retry_after(self.book.load, self.book.pace(self.now()), random.random())
+        """Whole seconds after which coming back makes sense: what waits has gone by then, or a drain is over."""
+        now = self.now()
+        seconds = retry_after(self.book.load, self.book.pace(now), random.random())
+        return seconds if self.drain_deadline is None else max(1, min(seconds, math.ceil(self.drain_deadline - now)))
 
     def queue(self, call: Call, stops: tuple[str, ...]) -> None:
         self.book.queue(call, stops)
@@ -130,10 +132,18 @@ class Service:
             self.idle.set()
 
     async def off_loop(self, size: int, work: Callable[[], T]) -> T:
-        """Run `work` on a text of `size` bytes: here if short, else in a thread (the tokenizer releases the GIL)."""
+        """Run `work` on a text of `size` bytes: here if short, else in a thread (the tokenizer releases the GIL).
+
+        Raises Busy where as many texts wait for a thread as rows may wait in an idle server's queue: nobody waits unbounded.
+        """
         if size <= INLINE_BYTES:
             return work()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        if len(self._texts) >= self.board.target.max_queue_depth + self.effective.max_batch_size:
+            raise Busy(self.retry_after())
+        text = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        self._texts.add(text)
+        text.add_done_callback(self._texts.discard)
+        return await text
 
     # ---- what is in force
 
@@ -181,7 +191,7 @@ class Service:
     def begin_drain(self) -> None:
         """Queue nothing new; the engine serves what it has until the drain timeout."""
         if self.drain_deadline is None:
-            self.board.draining = self.book.draining = True
+            self.board.draining = True
             timeout = self.options.drain_timeout()
             self.drain_deadline = self.now() + timeout
             log.info("draining: %d calls in flight, at most %.0f s", len(self.book.calls), timeout)
@@ -202,6 +212,12 @@ class Service:
     def memory_used(self) -> int:
         """Bytes of both processes, without file pages."""
         return self.book.stats.memory_used + memory_used()
+
+    def budget_room(self) -> int | None:
+        """Bytes that the KV budget could have: what the pool holds already, and what the cgroup's limit leaves beside it."""
+        if self.memory_limit is None:
+            return None
+        return max(0, self.book.stats.kv_resident_bytes + self.memory_limit - self.memory_used() - HEADROOM)
 
     def state(self) -> ControlState:
         board = self.board
