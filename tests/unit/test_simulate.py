@@ -68,6 +68,18 @@ def test_a_pod_short_of_kv_is_never_given_more_slots():
     assert run.goodput > static(pod, [phase], SEED).goodput
 
 
+def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted():
+    """Every step takes 1.25 × what the boot measurement says, with 10 % noise: one look at batch 4 must correct batch 7 too."""
+    pod = setup(2.0, 1.6 * SMALL.step_seconds(8), SMALL, noise=0.1)
+    pod = replace(pod, step_seconds=lambda rows, context, prefill: 1.25 * SMALL.step_seconds(rows, context, prefill))
+    run = tuned(pod, [Phase(150, 2.36, 128, 64)], SEED, spec(pod))
+    at, first = run.moves[0]
+    judged = next(r for r in run.records if "interval" in r.observed)
+    assert at == 30 and first.knobs["max_batch_size"] > 4 and first.knobs["max_queue_depth"] < 32
+    assert judged.t <= at + 120 and judged.outcome == "Holding"
+    assert judged.observed["interval"] == pytest.approx(judged.predicted["interval"], rel=0.15)
+
+
 def test_a_quiet_pod_is_left_as_it_is():
     pod = setup(2.0, 0.108, boot=Knobs(8, None, 0.01, 32))
     run = tuned(pod, [Phase(600, 0.4, 128, 64)], SEED, spec(pod))

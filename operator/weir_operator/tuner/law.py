@@ -139,10 +139,10 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
         return hold(case, Outcome.HOLDING, _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
     reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
-    clean = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since)
+    comparable = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since) and span.steady
     return carry_out(case, Change(
         "set-point", reason, knobs, Shown(inputs, expected.shown), expected,
-        goodput_before=span.good / span.seconds if clean else None,
+        goodput_before=span.good / span.seconds if comparable else None,
     ))
 
 

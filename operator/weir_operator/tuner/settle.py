@@ -62,7 +62,7 @@ def settle(
     if verdict.finding is Finding.WORSE:
         return _revert(case, pending, verdict, shown)
     if verdict.finding is Finding.MISSED:
-        return _missed(case, verdict, shown)
+        return _missed(case, verdict, shown, setpoint)
     if verdict.finding is Finding.UNUSED:
         return hold(case, Outcome.INCONCLUSIVE, verdict.why, "verdict", shown)
     target = case.last.target
@@ -77,11 +77,16 @@ def _revert(case: Case, pending: Pending, verdict: Verdict, shown: Shown) -> Ste
     return carry_out(case, Change("verdict", verdict.why, _inside(case, pending.before), shown, outcome=Outcome.REVERTED))
 
 
-def _missed(case: Case, verdict: Verdict, shown: Shown) -> Step:
-    """Two misses: learn the spreads anew and go by ones. Two more: back to what was verified, and hold."""
+def _missed(case: Case, verdict: Verdict, shown: Shown, setpoint: Callable[[Case, bool], Step]) -> Step:
+    """One miss: what was seen since corrects the prediction, and the batch may turn round at once. Two: learn the spreads anew
+    and go by ones. Two more: back to what was verified, and hold."""
     misses = case.state.misses + 1
     if misses < MISSES:
-        return hold(case.with_state(misses=misses), Outcome.MISPREDICTED, f"{verdict.why}, once so far", "verdict", shown)
+        case, reason = case.with_state(misses=misses, direction=0), f"{verdict.why}, once so far"
+        step = setpoint(case, True)
+        if step.record is None or not step.record.changes:
+            return hold(case, Outcome.MISPREDICTED, reason, "verdict", shown)
+        return replace(step, record=replace(step.record, reason=f"{reason}; {step.record.reason}", observed=shown.observed))
     if case.state.distrust == 0:
         case = case.with_state(misses=0, distrust=1, spread={}, prefill={})
         return hold(case, Outcome.MISPREDICTED, f"{verdict.why}, twice: learning the spread anew", "verdict", shown)

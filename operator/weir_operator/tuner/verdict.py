@@ -1,8 +1,9 @@
 """Rule 4: each move of the batch is compared with what was predicted for it.
 
-The window that counts is clean: batch, watermark and budget are in force, the queue has shrunk to its depth, no row in it has
-waited longer than the objective allows, and the rows that were served meanwhile are through. A miss is an error over 15 % in
-the time per token, or in goodput where it is also over two standard errors of a count and the load was the same (within 25 %).
+The window that counts is clean: batch, watermark and budget are in force, the queue has shrunk to its depth, no row in it is
+from before the move (unless it is in time all the same), and the rows that were served meanwhile are through. A miss is an
+error over 15 % in the time per token, or in goodput where it is also over two standard errors of a count and the load was the
+same (within 25 %).
 """
 
 from __future__ import annotations
@@ -70,8 +71,8 @@ def _clean_start(windows: Sequence[Window], row_seconds: float, spec: TunerSpec)
     drained = None
     for w in windows:
         places = w.target.max_queue_depth + max(0, w.target.max_batch_size - w.running)
-        patient = spec.ttft is None or w.oldest_wait <= spec.ttft
-        if drained is None and w.monotonic >= settled_at and w.waiting <= places and patient:
+        no_leftover = w.oldest_wait <= max(spec.ttft or 0.0, w.monotonic - settled_at)
+        if drained is None and w.monotonic >= settled_at and w.waiting <= places and no_leftover:
             drained = w.monotonic
         if drained is not None and w.monotonic >= drained + row_seconds:
             return w

@@ -26,6 +26,7 @@ RETRYABLE = ("queue_full", "draining", "kv_budget")
 STALE_POLLS = 3
 MIN_INTERVALS = 15  # z: times per token
 MIN_COMPLETIONS = 5
+STEADY = 0.1  # of the rows offered, by which the rows in a pod may have grown
 LONGEST = 300.0  # seconds over which evidence is gathered
 
 
@@ -113,6 +114,12 @@ class Span:
         """Rows offered: queued and refused ones, less those that said they were retries."""
         refused = sum(_refused(self.new, r) - _refused(self.old, r) for r in RETRYABLE)
         return max(0.0, self.total("queued") + refused - self.total("retried"))
+
+    @property
+    def steady(self) -> bool:
+        """Whether the pod holds about as many rows as at the start. While a queue fills, those before it are still in time."""
+        grown = self.new.running + self.new.waiting - self.old.running - self.old.waiting
+        return grown <= STEADY * self.offered
 
     @property
     def completed(self) -> float:
