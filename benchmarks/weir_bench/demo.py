@@ -30,7 +30,7 @@ from weir_bench.plot import Move, Part, Sample, picture
 from weir_bench.sizing import Sizing, explain, size
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MIX = Mix(prompt=128, output=64, cv=0.5)
+MIX = Mix(prompt=64, output=64, cv=0.5)
 INTERVAL = 10.0
 """Seconds of one point in the series of goodput and latency."""
 TOLERATED = 5

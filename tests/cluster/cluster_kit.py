@@ -31,7 +31,7 @@ SERVER_IMAGE = os.environ.get("WEIR_SERVER_IMAGE_UNDER_TEST", "localhost/weir-se
 OPERATOR_IMAGE = os.environ.get("WEIR_OPERATOR_IMAGE_UNDER_TEST", "localhost/weir-operator:dev")
 NAME, SYSTEM = "smollm2", "weir-system"
 CONTROL_PORT, HTTP_PORT = 8081, 8080
-MIX = Mix(prompt=96, output=48, cv=0.5)
+MIX = Mix(prompt=48, output=64, cv=0.5)
 
 
 def program(name: str) -> str | None:
