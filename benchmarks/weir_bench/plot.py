@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,13 @@ class Part:
 
 
 def picture(parts: Sequence[Part], objectives: Objectives, title: str, path: Path) -> Path:
-    """Draws `parts` one after the other along one time axis into a PNG at `path`."""
+    """Draws `parts` one after the other along one time axis into a PNG at `path`; what came after a part's end is left out."""
     import matplotlib  # here, since figures without pictures need none
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    parts = [replace(p, samples=[s for s in p.samples if s.at <= p.seconds]) for p in parts]
     with plt.rc_context(STYLE):
         heights = [1.25, 1, 0.8, 1, 1, 1.1]
         figure, axes = plt.subplots(6, 1, figsize=(11, 12.5), sharex=True, height_ratios=heights, layout="constrained")
