@@ -69,7 +69,7 @@ def test_a_pod_short_of_kv_is_never_given_more_slots():
 
 
 def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted():
-    """Every step takes 1.4 × what the boot measurement says, with 10 % noise: one look at batch 4 must correct the larger ones too."""
+    """Every step takes 1.4 × what the boot measurement says, with 10 % noise: one look at batch 4 corrects the larger ones."""
     pod = setup(2.0, 1.6 * SMALL.step_seconds(8), SMALL, noise=0.1)
     pod = replace(pod, step_seconds=lambda rows, context, prefill: 1.4 * SMALL.step_seconds(rows, context, prefill))
     run = tuned(pod, [Phase(150, 2.36, 128, 64)], SEED, spec(pod))
