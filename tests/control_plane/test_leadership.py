@@ -73,8 +73,9 @@ def test_a_deployment_deleted_while_no_operator_ran_comes_back(cluster: Cluster,
     first = Operator(cluster, namespace, "first").start()
     cluster.apply(resource(), namespace)
     settled(cluster, first, namespace)
-    first.stop(signal.SIGKILL)
+    first.stop()
     cluster.kubectl("delete", "deployment", "chat", "-n", namespace)
     second = Operator(cluster, namespace, "second").start()
     wait(lambda: child(cluster, namespace, "deployment"), 40)
+    wait(lambda: second.metric("weir_operator_watch_lag_seconds") == 0, why="watches tell all that the first list showed")
     assert second.stop() == 0

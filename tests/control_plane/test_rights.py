@@ -50,6 +50,7 @@ def test_one_namespace_without_cluster_rights(cluster: Cluster, namespace: str) 
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 30)
     cluster.kubectl("delete", "service", "chat", "-n", namespace)
     wait(lambda: child(cluster, namespace, "service"))
+    wait(lambda: operator.metric("weir_operator_watch_lag_seconds") == 0)
     assert condition(cluster, elsewhere, "Ready") == {}
     assert operator.stop() == 0
     assert denied(cluster, own) == []
@@ -66,6 +67,7 @@ def test_the_whole_cluster(cluster: Cluster, namespace: str) -> None:
     cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", '{"spec":{"template":null}}')
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 30)
+    wait(lambda: operator.metric("weir_operator_watch_lag_seconds") == 0)
     assert operator.stop() == 0
     assert denied(cluster, own) == []
     assert "forbidden" not in operator.log.lower()

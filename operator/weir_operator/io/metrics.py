@@ -9,6 +9,7 @@ RECONCILES = Counter("weir_operator_reconciles", "Passes over a resource.", ["re
 RECONCILE_SECONDS = Histogram("weir_operator_reconcile_seconds", "Time of one pass over a resource.")
 QUEUED_KEYS = Gauge("weir_operator_queued_keys", "Resources that wait for a pass.")
 LEADER = Gauge("weir_operator_leader", "1 while this process holds the Lease.")
+WATCH_LAG = Gauge("weir_operator_watch_lag_seconds", "For how long a watch has not told what a list showed.")
 POLLS = Counter("weir_tuner_polls", "Readings of pods' windows.", ["result"])
 DECISIONS = Counter("weir_tuner_decisions", "Outcomes of decisions, one for each pod and tick.", ["rule", "outcome"])
 MOVES = Counter("weir_tuner_moves", "Knobs set, by how it went.", ["knob", "result"])

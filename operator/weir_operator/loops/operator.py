@@ -17,6 +17,7 @@ from weir_operator.api import names
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
+from weir_operator.io.metrics import WATCH_LAG
 from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
 from weir_operator.loops.health import serve
 from weir_operator.loops.lease import LeaseLoop
@@ -159,6 +160,7 @@ def take_over(reconciler: Reconciler, queue: WorkQueue) -> None:
 async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asyncio.Event) -> None:
     """Run until `stop` is set; then the Lease is given back. Raises what a part raised if it failed."""
     store = Store()
+    WATCH_LAG.set_function(store.lag)
     lease: LeaseLoop
     writer = Writer(kube, lambda: lease.left())
     key = await Writer(kube).control_key(settings.own_namespace)
