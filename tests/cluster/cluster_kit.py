@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -12,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,9 @@ import yaml
 
 from weir_bench.arrivals import Mix, schedule, to_json
 from weir_bench.goodput import Objectives, share
-from weir_bench.load import Report, offered
+from weir_bench.load import Client, Report, closed_loop, offered
 from weir_bench.process import Child
-from weir_bench.sizing import Sizing, explain, size
+from weir_bench.sizing import BATCH, OVERLOAD, Sizing, explain, size
 from weir_server.contract import Plant
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -94,6 +96,7 @@ class Deployment:
 
     def __init__(self, namespace: str, spec: dict[str, Any] | None = None) -> None:
         self.namespace, self.changes = namespace, spec or {}
+        self.batches: set[int] = set()
 
     async def __aenter__(self) -> Deployment:
         self.stack = AsyncExitStack()
@@ -101,6 +104,7 @@ class Deployment:
         manifest = yaml.safe_load(EXAMPLE.read_text())
         manifest["metadata"]["namespace"] = self.namespace
         manifest["spec"] = merged(merged(manifest["spec"], {"image": SERVER_IMAGE}), self.changes)
+        self.applied = time.monotonic()
         kubectl("apply", "-f", "-", text=yaml.safe_dump(manifest))
         return self
 
@@ -136,6 +140,7 @@ class Deployment:
         service = get("service", NAME, "-n", self.namespace)
         self.url = await self.way(service["spec"]["clusterIP"], HTTP_PORT, f"service/{NAME}")
         await eventually(self.completion, "a completion through the Service")
+        print(f"Ready and answering {time.monotonic() - self.applied:.1f} s after apply")
         pod = self.pod()
         self.control_url = await self.way(pod["status"]["podIP"], CONTROL_PORT, f"pod/{pod['metadata']['name']}")
         secret = next(v["secret"]["secretName"] for v in pod["spec"]["volumes"] if v["name"] == "token")
@@ -169,13 +174,24 @@ class Deployment:
     # ------------------------------------------------------------------ load
 
     async def load(self, rate: float, seconds: float, mix: Mix, seed: int, drain: float, folder: Path) -> Report:
-        """Open-loop arrivals, the same for the same seed."""
+        """Open-loop arrivals, the same for the same seed. Meanwhile `batches` gathers what the pod says is in force."""
         arrivals = folder / f"arrivals-{seed}-{seconds:g}.json"
         arrivals.write_text(json.dumps(to_json(schedule(rate, seconds, mix, seed))))
-        report = await offered(self.url, arrivals, seed=seed, drain=drain)
+        watching = asyncio.create_task(self._watch())
+        try:
+            report = await offered(self.url, arrivals, seed=seed, drain=drain)
+        finally:
+            watching.cancel()
         broken = [o.error for o in report.outcomes if o.broken]
         assert not broken, f"{len(broken)} requests had no proper answer, the first: {broken[0]}"
         return report
+
+
+    async def _watch(self) -> None:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+                self.batches.add((await self.control("window"))["effective"]["max_batch_size"])
+            await asyncio.sleep(1)
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -192,8 +208,12 @@ async def plant_of(deployment: Deployment) -> Plant:
 
 
 async def measured(deployment: Deployment) -> Sizing:
-    """Objectives and load from the pod's own boot measurement."""
+    """Objectives from the pod's own boot measurement; load from what the boot batch, kept full for a while, really carries."""
     sizing = size(await plant_of(deployment), MIX)
+    async with Client(deployment.url, seed=9) as client:
+        report = await closed_loop(client, BATCH, schedule(1, 6 * BATCH, MIX, 9))
+    capacity = len(report.outcomes) / report.seconds
+    sizing = replace(sizing, capacity=capacity, rate=OVERLOAD * capacity)
     print(explain(sizing, MIX))
     return sizing
 
@@ -224,8 +244,8 @@ async def phase(
 
 
 def batch_moves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was really moved, newest first."""
-    return [h for h in history if h["outcome"] == "Moved" and "max_batch_size" in h.get("changes", {})]
+    """What was really moved, newest first; moves back included."""
+    return [h for h in history if h["outcome"] in ("Moved", "Reverted") and "max_batch_size" in h.get("changes", {})]
 
 
 def goodput(report: Report, objectives: Objectives, since: float = 0.0) -> float:
