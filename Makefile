@@ -1,6 +1,8 @@
 # Two commands matter: `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 VENV   ?= .venv
+# where torch comes from, if not from pip's own index: a list of CPU builds saves gigabytes on Linux
+TORCH_INDEX ?=
 BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
@@ -15,7 +17,7 @@ $(BIN)/python:
 
 # torch first and alone: a wider range, asked for by another package, would fetch a build with CUDA
 $(VENV)/.torch: constraints.txt | $(BIN)/python
-	$(PIP) 'torch>=2.4,<2.14'
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) 'torch>=2.4,<2.14'
 	@touch $@
 
 $(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
