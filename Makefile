@@ -10,7 +10,7 @@ PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 .PHONY: help venv venv-dev demo test lint types floors generate e2e goldens clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
