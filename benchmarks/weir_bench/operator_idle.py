@@ -33,7 +33,13 @@ KINDS = {"inferencedeployments", "deployments", "services", "configmaps", "secre
 
 
 def kubectl(*args: str) -> str:
-    return subprocess.run(["kubectl", *args], check=True, capture_output=True, text=True, timeout=180).stdout
+    """Its output. Ends the program with one line where kubectl is missing, or cannot do it."""
+    try:
+        return subprocess.run(["kubectl", *args], check=True, capture_output=True, text=True, timeout=180).stdout
+    except FileNotFoundError:
+        raise SystemExit("kubectl is not on the PATH") from None
+    except subprocess.CalledProcessError as e:
+        raise SystemExit(f"kubectl {args[0]} failed; KUBECONFIG must name a cluster: {e.stderr.strip().splitlines()[-1]}") from None
 
 
 def writes() -> Counter[str]:
