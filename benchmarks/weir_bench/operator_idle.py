@@ -39,7 +39,8 @@ def kubectl(*args: str) -> str:
     except FileNotFoundError:
         raise SystemExit("kubectl is not on the PATH") from None
     except subprocess.CalledProcessError as e:
-        raise SystemExit(f"kubectl {args[0]} failed; KUBECONFIG must name a cluster: {e.stderr.strip().splitlines()[-1]}") from None
+        said = e.stderr.strip().splitlines()[-1:]
+        raise SystemExit(f"kubectl {args[0]} failed; KUBECONFIG must name a cluster: {' '.join(said)}") from None
 
 
 def writes() -> Counter[str]:
