@@ -49,7 +49,7 @@ class AuditRunner(NullRunner):
                 self.kv[slot] = token
         return self.spoil(super().execute(rows))
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = "full_attention") -> None:
         self.copies += pairs
         for src, dst in pairs:
             for offset in range(SIZE):

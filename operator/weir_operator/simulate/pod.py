@@ -26,6 +26,7 @@ from weir_server.contract import (
 )
 from weir_server.engine.core import Engine, EngineConfig
 from weir_server.exec.interface import RowResult, RowWork
+from weir_server.exec.null import NullRunner
 from weir_server.http.gate import Load, is_full
 from weir_server.http.knobs import KnobBoard
 from weir_server.http.observe import Observations, Row
@@ -69,14 +70,11 @@ class PodSetup:
         return self.boot if self.boot.kv_cache_budget else replace(self.boot, kv_cache_budget=self.kv_blocks * CHUNK_BYTES)
 
 
-class _PlantRunner:
+class _PlantRunner(NullRunner):
     """A Runner whose forward costs virtual time and nothing else."""
 
-    supports_batching = True
-    vocab_size = 2
-
     def __init__(self, setup: PodSetup) -> None:
-        self.geometry = Geometry(CHUNK_BYTES, BLOCK_TOKENS, {"full_attention": 1})
+        super().__init__(Geometry(CHUNK_BYTES, BLOCK_TOKENS, {"full_attention": 1}), vocab_size=2)
         self.now = 0.0
         self._seconds = setup.step_seconds or setup.plant.step_seconds
         self._noise = setup.noise
@@ -88,12 +86,6 @@ class _PlantRunner:
         seconds = self._seconds(len(decode), sum(r.start + 1 for r in decode), prefill)
         self.now += seconds * max(0.2, self._rng.gauss(1.0, self._noise))
         return [RowResult(token=1 if r.sample else None) for r in rows]
-
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """There is nothing to copy."""
-
-    def release_chunks(self, chunks: Sequence[int]) -> None:
-        """There is nothing to give back."""
 
 
 class Pod:

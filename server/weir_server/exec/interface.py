@@ -6,7 +6,7 @@ nothing of requests, queues or budgets. Two implementations: the real one over a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,10 +16,11 @@ from weir_server.link.messages import Sampling, TokenLogprobs
 
 @dataclass(slots=True)
 class RowWork:
-    """One row's share of a step: feed `tokens` at positions start … start+len-1, whose KV goes to `blocks`.
+    """One row's share of a step: feed `tokens` at positions start … start+len-1, whose KV goes to `blocks` and `ring`.
 
-    `blocks` is the row's whole block table (block i holds positions i·block_tokens …). If `sample`, the last token's logits
-    give the next token; position of the new token = start + len(tokens).
+    `blocks` is the row's whole table of full-attention blocks (block i holds positions i·block_tokens …), empty where the
+    model has no such layers. `ring`: its sliding-attention blocks; position p lies in ring[(p // block_tokens) % len(ring)].
+    If `sample`, the last token's logits give the next token; position of the new token = start + len(tokens).
     """
 
     tokens: Sequence[int]
@@ -30,6 +31,8 @@ class RowWork:
     choice: int  # which of the request's n rows
     context: Sequence[int]  # all tokens of the row up to and including `tokens`: for penalties
     prompt_len: int  # of the user's prompt: what follows it in `context` was generated
+    ring: Sequence[int] = ()
+    prompt_logprobs: int = -1  # k ≥ 0: logprobs, with the k best, of the prompt token after each of `tokens`
 
 
 @dataclass(slots=True)
@@ -39,12 +42,22 @@ class RowResult:
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None  # one for each fed token that another prompt token follows
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Attention types, as transformers' `layer_types` call them: the keys of Geometry.blocks_per_chunk."""
 
 
 class Runner(Protocol):
-    """One forward pass at a time, from one thread."""
+    """One forward pass at a time, from one thread.
+
+    A block is addressed by its attention type and its number: block b of a type with n blocks a chunk is the (b mod n)-th of
+    chunk b // n. Chunks 0 and 1 are padding: no row owns a block of theirs.
+    """
 
     geometry: Geometry
+    window: int | None  # tokens that a sliding layer sees, its own included; None = the model has no such layers
     vocab_size: int
     supports_batching: bool
 
@@ -55,8 +68,16 @@ class Runner(Protocol):
         """
         ...
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy KV of block src to block dst for each (src, dst): copy-on-write and forks."""
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = FULL) -> None:
+        """Copy KV of block src to block dst of one attention type, for each (src, dst): copy-on-write and forks."""
+        ...
+
+    def swap_out(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Copy pool block src to swap block dst, by attention type: one batched transfer. Both pools have one geometry."""
+        ...
+
+    def swap_in(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Copy swap block src to pool block dst, by attention type: one batched transfer."""
         ...
 
     def release_chunks(self, chunks: Sequence[int]) -> None:

@@ -6,10 +6,10 @@ request known in advance. `NullModel` stands where a loaded model does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from weir_server.contract import Geometry
-from weir_server.exec.interface import RowResult, RowWork
+from weir_server.exec.interface import FULL, RowResult, RowWork
 
 VOCAB = 32000
 CONTEXT = 8192
@@ -30,8 +30,8 @@ class NullRunner:
 
     supports_batching = True
 
-    def __init__(self, geometry: Geometry, vocab_size: int = VOCAB) -> None:
-        self.geometry = geometry
+    def __init__(self, geometry: Geometry, vocab_size: int = VOCAB, window: int | None = None) -> None:
+        self.geometry, self.window = geometry, window
         self.vocab_size = vocab_size
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
@@ -41,7 +41,13 @@ class NullRunner:
             for row in rows
         ]  # fmt: skip
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = FULL) -> None:
+        pass
+
+    def swap_out(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        pass
+
+    def swap_in(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
         pass
 
     def release_chunks(self, chunks: Sequence[int]) -> None:
@@ -68,5 +74,5 @@ class NullModel:
     def activation_bytes(self, max_tokens: int) -> int:
         return 0
 
-    def runner(self, num_chunks: int) -> NullRunner:
+    def runner(self, num_chunks: int, swap_chunks: int = 0) -> NullRunner:
         return NullRunner(self.geometry(self.page_size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from weir_server.contract import Geometry
 from weir_server.exec.backends import Backend, choose_backend
 from weir_server.exec.gemm import NativeKind
-from weir_server.exec.interface import RowResult, RowWork
+from weir_server.exec.interface import FULL, RowResult, RowWork
 from weir_server.exec.pool import KvPool, chunk_bytes
 from weir_server.exec.step import UnsupportedError, flatten
 from weir_server.link.messages import Boot
@@ -95,7 +95,7 @@ class LoadedModel:
         widest = 4 * c.hidden + 2 * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 2 * 3 * c.ffn
         return 4 * (max_tokens * widest + 4 * min(max_tokens, 64) * c.vocab + 2 * c.context * c.head_dim)
 
-    def runner(self, num_chunks: int) -> ModelRunner:
+    def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
         """A Runner over a pool of `num_chunks` chunks of boot.page_size tokens. Chunks 0 and 1 are reserved for padding:
         a block's id is its chunk's index, so rows own blocks 2 … num_chunks-1."""
         pool = KvPool(self.config, self.boot.page_size, num_chunks)
@@ -106,6 +106,7 @@ class ModelRunner:
     """See exec.interface.Runner."""
 
     supports_batching = True
+    window: int | None = None
 
     def __init__(self, decoder: Decoder, pool: KvPool, backend: Backend, geometry: Geometry) -> None:
         self.decoder, self.pool, self.backend, self.geometry = decoder, pool, backend, geometry
@@ -129,8 +130,14 @@ class ModelRunner:
             step = flatten(rows, self.pool.page_size)
             return self.decoder.forward(step.tokens, step.sample_at, self.backend.bind(step))
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = FULL) -> None:
         self.pool.copy(pairs)
+
+    def swap_out(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        raise NotImplementedError
+
+    def swap_in(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        raise NotImplementedError
 
     def release_chunks(self, chunks: Sequence[int]) -> None:
         self.pool.release(chunks)

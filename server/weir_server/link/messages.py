@@ -48,6 +48,13 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     max_batch_tokens: int | None = None
     prefill_chunk: int | None = None  # None = adaptive; 0 = chunking off
     prefill_grant_interval: int = 16
+    scheduler: str = "fifo"  # or prefill_first
+    max_batch_prefill: int = 4  # prompts in one step
+    max_batch_prefill_tokens: int | None = None  # their padded tokens; None = derived, 0 = one prompt at a time
+    pressure_policy: str = "auto"  # newest_stalled | least_progress; auto = the measured default
+    enable_preemption: bool = False  # of slots, by strictly higher priority
+    preemption_policy: str = "longest-first"  # or lowest-priority
+    swap_bytes: int = 0  # of the pool that preempted rows are offloaded to; 0 = they are computed again
     kv_cache_budget: str = "auto"  # auto | none | bytes | fraction
     kv_cache_budget_min: int | None = None
     admission_watermark: float = 0.01
@@ -58,6 +65,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     prefix_cache: bool = True
     cache_dir: str | None = None  # where the weight cache lives; None = the default
     deterministic: bool = False
+    batching: bool = True  # False: --no-batch, one row at a time
     null_model: bool = False  # NullRunner: engine overhead without a model
 
 
@@ -71,6 +79,12 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     n: int = 1
     cache_prompt: bool = True
     cache_salt: str = ""
+    lane: int = 1  # 0 high, 1 normal, 2 low
+    deadline: float | None = None  # monotonic; at it the request ends as `cancelled` with the message DEADLINE_EXCEEDED
+    prompt_logprobs: int = -1  # k ≥ 0: of every prompt token but the first, with the k best; bypasses prefix reads
+
+
+DEADLINE_EXCEEDED = "deadline_exceeded"
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -160,6 +174,15 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     logprobs: list[TokenLogprobs] | None = None
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, tag=True):
+    """Of prompt tokens start, start + 1, …; sent before the first `Tokens` of the row, in order."""
+
+    id: int
+    row: int
+    start: int
+    logprobs: list[TokenLogprobs]
+
+
 KV_BUDGET_EXCEEDED = "request_memory_budget_exceeded"
 """A row handed back because the live KV budget can't hold it has a message that begins so; otherwise a drain's end did it."""
 
@@ -178,7 +201,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     message: str = ""
 
 
-Event = Admitted | Tokens | Finished
+Event = Admitted | PromptLogprobs | Tokens | Finished
 
 
 class Stats(msgspec.Struct):
@@ -207,11 +230,22 @@ class Stats(msgspec.Struct):
     preempted: int = 0
     preempted_tokens: int = 0  # whose KV preemptions gave up
     recomputed_tokens: int = 0
-    preemptions_by_cause: dict[str, int] = {}
-    soft_resets: int = 0
+    preemptions_by_cause: dict[str, int] = {}  # kv: a running row could not grow; priority: for memory; slots: for a slot
+    soft_resets: int = 0  # preempted rows that are computed again
+    offloads: int = 0  # preempted rows whose KV went to the swap pool
+    restored_tokens: int = 0  # tokens whose KV came back from it
+    swap_used_bytes: int = 0
+    swap_bytes: int = 0
+    kv_stranded_bytes: int = 0  # free blocks beside used ones in their chunks: free to their type alone
+    bypassed: int = 0  # rows admitted past a head of the queue that did not fit
+    promoted: int = 0  # rows that waited themselves into a higher lane, one for each lane
+    prefill_grants: int = 0  # steps with a reserved share for a parked prefill
+    batched_prefills: int = 0  # steps that fed more than one prompt
+    deadlines_exceeded: int = 0
     prefix_queries: int = 0  # prompt tokens looked up
     prefix_hits: int = 0  # of which found
     prefix_evictions: int = 0
+    adopted_evictions: int = 0  # of which a waiting request had counted on
     invariant_violations: dict[str, int] = {}
     memory_used: int = 0  # bytes of the child (anonymous + shared)
 
