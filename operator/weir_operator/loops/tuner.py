@@ -17,7 +17,7 @@ from typing import Protocol
 from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.tuning import came_out, knobs_status, remembered, report, tuner_spec, visible
 from weir_operator.tuner.law import decide
 from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
