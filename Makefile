@@ -48,8 +48,8 @@ types: $(VENV)/.dev  ## mypy
 floors: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
-generate: $(VENV)/.dev  ## the CRD, from the typed API, into crds/ and the chart
-	$(BIN)/python -m weir_operator.api.crd .
+generate: $(VENV)/.dev  ## the CRD, reference pages and install manifests, from what they are made of
+	$(BIN)/python hack/generate.py
 
 goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (a few minutes)
 	$(BIN)/python tests/goldens/make.py
