@@ -1,9 +1,9 @@
 """Events of resources: one object for each resource and reason, written on news only, and not too often.
 
-Bounds: a resource may cause BURST warnings at once and one more every REFILL_SECONDS, and as many other Events, so that frequent
-moves hide no fault: under one a minute, whatever happens to it. A message that was just written for the same reason is no news
-for REPEAT_SECONDS. What is held back is counted, and added to the count of the next
-Event of its reason. At most MOST_WAITING wait to be written; no pass waits for an Event, and a lost one is no error.
+Bounds: a resource may cause BURST warnings at once and one more every REFILL_SECONDS, and as many other Events, so that moves
+hide no fault: under one a minute, whatever happens to it. A message that was just written for the same reason is no news for
+REPEAT_SECONDS. What is held back is counted, and added to the count of the next Event of its reason. At most MOST_WAITING wait
+to be written; no pass waits for an Event, and a lost one is no error.
 """
 
 from __future__ import annotations
