@@ -38,7 +38,7 @@ demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, t
 test: $(VENV)/.dev  ## every test that this machine can run
 	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
 
-e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (an hour)
+e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (40 minutes, on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/cluster
 
 lint: $(VENV)/.dev  ## ruff
