@@ -36,12 +36,14 @@ def main() -> None:
     drop_service_links()
     try:
         refuse_what_is_not_there(sys.argv[1:])
+        from weir_server.cli.fetch import command as fetch
         from weir_server.cli.replay import command as replay
         from weir_server.cli.serve import command as serve
         from weir_server.http.engine_client import EngineFailed
 
         app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
         app.command("serve")(serve)
+        app.command("fetch")(fetch)
         app.command("replay")(replay)
         try:
             app()
