@@ -346,7 +346,7 @@ class Spec(Part):
     """When the node fetches the image. Default: as Kubernetes decides."""
     sidecar: bool = False
     """Put the server beside your application: `template` has your containers, and the server joins them as a native sidecar,
-    which starts before them and ends after them."""
+    the init container `server`, which starts before them and ends after them."""
     template: Overlay | None = None
     """A PodTemplateSpec laid over ours: resources, node selection, volumes, more containers. Lists are merged by name; our
     container is called `server`, and its arguments belong in engine.extraArgs."""

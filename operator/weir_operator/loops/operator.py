@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ from weir_server.contract import CONTROL_PORT
 
 log = logging.getLogger(__name__)
 RESYNC_SECONDS, RELIST_SECONDS, DISCOVER_SECONDS = 600.0, 5.0, 20.0
+SPREAD = 0.5
+"""Of the poll interval: what is left of it is for pods that hang."""
 LAG_SECONDS = 60.0
 """A watch that has not told by then of what a list showed has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -202,7 +204,7 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store)
-            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
+            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
             writers = [
                 resync.then(tuner.run), resync.then(queue.run), resync.run(), resync.then(resync.discover),
                 reconciler.events.run(), heartbeat(),
