@@ -32,13 +32,13 @@ async def kit() -> AsyncIterator[Kit]:
 
 @pytest.mark.parametrize("body", [{"prompt": ["a"] * 5000}, {"prompt": "a", "n": 65}, {"prompt": [[5]] * 33, "n": 2}])
 async def test_too_many_rows_are_refused_before_any_is_tokenised(kit: Kit, monkeypatch: pytest.MonkeyPatch, body: Any):
-    monkeypatch.setattr("weir_server.http.generate.encode", None)
+    monkeypatch.setattr("weir_server.http.ask.encode", None)
     status, answer, _ = await kit.post(COMPLETION, body)
     assert status == 400 and "at most 64 rows" in answer["error"]["message"]
 
 
 async def test_a_list_of_ids_is_refused_by_its_length_before_each_id_is_looked_at(kit: Kit, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("weir_server.http.generate.check_ids", None)
+    monkeypatch.setattr("weir_server.http.ask.check_ids", None)
     status, answer, _ = await kit.post(COMPLETION, {"prompt": [1] * 100_000})
     assert status == 400 and answer["error"]["code"] == "context_length"
 

@@ -7,8 +7,9 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from weir_server.http.ask import encode
 from weir_server.http.errors import ApiError, bad, json_response
-from weir_server.http.generate import encode, read_json_body
+from weir_server.http.generate import read_json_body
 from weir_server.http.keys import SERVICE
 from weir_server.http.live import Call
 from weir_server.http.metrics import render

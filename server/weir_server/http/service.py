@@ -122,8 +122,8 @@ class Service:
         seconds = retry_after(self.book.load, self.book.pace(now), random.random())
         return seconds if self.drain_deadline is None else max(1, min(seconds, math.ceil(self.drain_deadline - now)))
 
-    def queue(self, call: Call, stops: tuple[str, ...]) -> None:
-        self.book.queue(call, stops)
+    def queue(self, call: Call) -> None:
+        self.book.queue(call)
         self.idle.clear()
 
     def leave(self, call: Call) -> None:
