@@ -35,10 +35,13 @@ def main() -> None:
         refuse_what_is_not_there(sys.argv[1:])
         from weir_server.cli.replay import command as replay
         from weir_server.cli.serve import command as serve
+        from weir_server.cli.talk import chat, run
         from weir_server.http.engine_client import EngineFailed
 
         app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
         app.command("serve")(serve)
+        app.command("run")(run)
+        app.command("chat")(chat)
         app.command("replay")(replay)
         try:
             app()

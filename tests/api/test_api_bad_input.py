@@ -37,6 +37,8 @@ COMPLETIONS_400 = {
     "logit_bias": [{"49152": 1}, {"-1": 1}, {"abc": 1}, {"99999999999999999999": 1}, {"5": 101}, {"5": "x"}, []],
     "prompt": [[49152], [-1], [[504], [1, 70000]], [], [[]], [504.5], "", 7, [504, "x"], [True], "x " * 9000, [5] * 8192],
     "max_tokens": [0, -1, BIG, "4"],
+    "timeout": [0, -1, "soon", True],
+    "prompt_logprobs": [21, -1, True],
     "temperature": [-0.1, "hot"],
     "top_p": [0, 1.1],
     "top_k": [-2],
@@ -47,10 +49,10 @@ COMPLETIONS_400 = {
     "logprobs": [21, -1],
     "presence_penalty": [3],
     "stream": ["yes"],
-    "echo": [True],
+    "echo": ["yes"],
     "best_of": [4],
     "suffix": ["x"],
-    "priority": [1, -1, "high"],
+    "priority": ["urgent", 1.5, True, BIG],
 }
 
 
@@ -81,7 +83,8 @@ CHAT_400 = [
     ("response_format", {"response_format": {"type": "json_object"}}),
     ("logprobs", {"logprobs": 5}), ("top_logprobs", {"top_logprobs": 3}),
     ("top_logprobs", {"top_logprobs": 21, "logprobs": True}),
-    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}), ("max_tokens", {"max_tokens": 0}), ("echo", {"echo": True}),
+    ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
     ("stream_options", {"stream_options": {"include_usage": "x"}}),
 ]  # fmt: skip
 
