@@ -29,20 +29,29 @@ def refuse_what_is_not_there(arguments: list[str]) -> None:
             raise UserError(f"{flag} is not available yet.")
 
 
+def make_app() -> typer.Typer:
+    """All commands."""
+    from weir_server.cli.replay import command as replay
+    from weir_server.cli.serve import command as serve
+    from weir_server.cli.talk import chat, run
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
+    app.command("serve")(serve)
+    app.command("run")(run)
+    app.command("chat")(chat)
+    app.command("replay")(replay)
+    return app
+
+
 def main() -> None:
     drop_service_links()
+    if not sys.stdout.isatty():
+        os.environ.setdefault("TERMINAL_WIDTH", "120")  # --help has names longer than the half of 80 columns
     try:
         refuse_what_is_not_there(sys.argv[1:])
-        from weir_server.cli.replay import command as replay
-        from weir_server.cli.serve import command as serve
-        from weir_server.cli.talk import chat, run
         from weir_server.http.engine_client import EngineFailed
 
-        app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
-        app.command("serve")(serve)
-        app.command("run")(run)
-        app.command("chat")(chat)
-        app.command("replay")(replay)
+        app = make_app()
         try:
             app()
         except EngineFailed as e:

@@ -92,7 +92,7 @@ class EngineFlags(LoadFlags):
     ] = None
     kv_cache_budget: Annotated[
         str,
-        option(KV, "--kv-cache-budget", env=("MLXCEL_KV_CACHE_BUDGET",), help="auto, bytes (512Mi), a fraction (0.5) or none"),
+        option(KV, "--kv-cache-budget", env=("MLXCEL_KV_CACHE_BUDGET",), help="auto, bytes (512Mi), a fraction (0.5), none."),
     ] = "auto"
     kv_cache_budget_min: Annotated[
         str | None, option(KV, "--kv-cache-budget-min", help="Lowest live budget. Default: one full context.")

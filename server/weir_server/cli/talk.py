@@ -65,7 +65,9 @@ class TalkFlags(LoadFlags):
 def run(
     model: ModelArgument,
     *,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="What to answer. Default: what stdin has.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="What to answer. Default: what stdin has.", rich_help_panel=ANSWER)
+    ] = None,
     flags: TalkFlags,
 ) -> None:
     """Answer one prompt on stdout."""

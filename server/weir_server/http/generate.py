@@ -22,8 +22,14 @@ async def _answer(endpoint: Endpoint, request: web.Request) -> web.StreamRespons
         service.leave(asked.call)
 
 
-chat = functools.partial(_answer, CHAT)
-completions = functools.partial(_answer, COMPLETIONS)
+async def chat(request: web.Request) -> web.StreamResponse:
+    """OpenAI's chat completions, whole or streamed."""
+    return await _answer(CHAT, request)
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """OpenAI's text completions, whole or streamed; `echo` and `logprobs` score a prompt."""
+    return await _answer(COMPLETIONS, request)
 
 
 async def _deliver(request: web.Request, asked: Asked) -> web.StreamResponse:
