@@ -1,8 +1,7 @@
-"""docs/server.md, generated from the commands, the routes and a scrape: `python -m weir_server.cli.reference [ROOT]`."""
+"""docs/server.md, made from the commands, the routes and a scrape."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,8 +113,3 @@ def _silent_service() -> Service:
     service = Service(model, ready, Silent(), Options(Slo(2.0, 0.08)))  # type: ignore[arg-type]
     service.memory_limit = 1
     return service
-
-
-if __name__ == "__main__":
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else ".")
-    (root / PATH).write_text(page(), encoding="utf-8")
