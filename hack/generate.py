@@ -4,6 +4,7 @@
 |---|---|
 | crds/, charts/weir/templates/crd.yaml, config/crd, docs/api.md, docs/conditions.md | operator/weir_operator/api |
 | docs/operator-metrics.md | operator/weir_operator/io/metrics.py |
+| docs/server.md | server/weir_server: commands, routes, metrics |
 | charts/weir/files/dashboards | hack/dashboards.py |
 | the table of charts/weir/README.md | charts/weir/values.yaml |
 | config/operator, config/single-namespace, config/components | the chart, as helm renders it |
@@ -32,6 +33,7 @@ from dashboards import dashboards  # noqa: E402
 
 from weir_operator.api import crd  # noqa: E402
 from weir_operator.io import metrics  # noqa: E402
+from weir_server.cli import reference  # noqa: E402
 
 Manifest = dict[str, Any]
 CHART, NAMESPACE = ROOT / "charts/weir", "weir-system"
@@ -78,6 +80,7 @@ def written() -> dict[Path, str]:
         **typed,
         CRD_COPY: typed[crd.CRD_PATH],
         Path("docs/operator-metrics.md"): metrics.reference(),
+        reference.PATH: reference.page(),
         Path("charts/weir/README.md"): readme(),
         **{Path("charts/weir/files/dashboards") / name: text for name, text in dashboards().items()},
     }

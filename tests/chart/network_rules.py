@@ -1,7 +1,7 @@
 """NetworkPolicies as the API documents them: may one pod open a connection to another's port?
 
-Policies add up. A pod that no policy selects for a direction is open in it; one that is selected may do what any of those policies
-allows. Both ends have to agree: egress of the source, ingress of the target.
+Policies add up. A pod that no policy selects for a direction is open in it; one that is selected may do what any of those
+policies allows. Both ends have to agree: egress of the source, ingress of the target.
 """
 
 from __future__ import annotations
