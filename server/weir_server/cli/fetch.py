@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -72,13 +72,16 @@ def human(count: float) -> str:
     return f"{count / 1000**power:.{1 if power else 0}f} {('B', 'kB', 'MB', 'GB')[power]}"
 
 
+def _option(name: str, help: str) -> Any:
+    """A flag with its environment variable, as `serve` has them."""
+    return typer.Option(f"--{name}", envvar=f"WEIR_{name.upper()}", show_envvar=False, help=help)
+
+
 def command(
     source: Annotated[str, typer.Argument(help="hf://ORG/NAME[@REVISION][/FILE], s3://BUCKET/KEY, https://HOST/FILE.")],
-    to: Annotated[Path, typer.Option("--to", help="Where it will lie: a file, or a folder for a repository or a prefix.")],
-    endpoint: Annotated[
-        str | None, typer.Option("--endpoint", help="Another Hub than huggingface.co, or S3 service than AWS.")
-    ] = None,
-    sha256: Annotated[str | None, typer.Option("--sha256", help="Checksum that the file must have.")] = None,
+    to: Annotated[Path, _option("to", "Where it will lie: a file, or a folder for a repository or a prefix.")],
+    endpoint: Annotated[str | None, _option("endpoint", "Another Hub than huggingface.co, or S3 service than AWS.")] = None,
+    sha256: Annotated[str | None, _option("sha256", "Checksum that the file must have.")] = None,
 ) -> None:
     """Download a model, whole and checked. What is there already is not downloaded again; what broke off is taken up.
 
