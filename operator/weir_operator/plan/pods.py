@@ -72,6 +72,7 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
     args = [
         *server_args(spec, pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
         f"--control-token-file={names.TOKEN_FILE}", f"--boot-file={names.BOOT_FILE}",
+        f"--leave-seconds={pinned.leave_seconds}",
     ]
     mounts = [
         {"name": "boot", "mountPath": _folder(names.BOOT_FILE), "readOnly": True},
@@ -87,8 +88,6 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
         **_base(spec, pinned, names.CONTAINER, args, mounts),
         **({"restartPolicy": "Always"} if spec.sidecar else {}),  # of an init container: that makes it a native sidecar
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
-        # Its address leaves the Service while it still takes everything: clients that have not heard of it yet are served.
-        "lifecycle": {"preStop": {"sleep": {"seconds": pinned.leave_seconds}}},
         "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start),
         "readinessProbe": _probe("/ready", periodSeconds=2, timeoutSeconds=5, failureThreshold=3),
         "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
