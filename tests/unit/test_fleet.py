@@ -111,7 +111,7 @@ def test_an_autoscaler_on_queue_depth_adds_pods_and_pays_for_them():
 
 def test_a_pod_that_leaves_finishes_what_it_has():
     rows = drawn(3.0)
-    result = fleet([SETUP] * 3, rows, 200.0, scaler=lambda: lambda now, views, started: 3 if now < 100 else 1)
+    result = fleet([SETUP] * 3, rows, 200.0, scaler=lambda: lambda now, views, started, tuner: 3 if now < 100 else 1)
     assert result.replicas[-1][1] == 1
     assert 400 < result.replica_seconds < 430, "three for a hundred seconds, then one, and the drains"
 

@@ -108,8 +108,8 @@ class FleetResult:
         return self.replica_seconds / len(self.good) if self.good else float("inf")
 
 
-Scaler = Callable[[float, Sequence[PodView], int], int]
-"""(now, views of the ready pods, pods started) → pods wanted."""
+Scaler = Callable[[float, Sequence[PodView], int, TunerState], int]
+"""(now, views of the ready pods, pods started, what the tuner knows) → pods wanted."""
 
 
 @dataclass
@@ -169,7 +169,7 @@ class Fleet:
             if spec is not None:
                 state = self._tune(state, spec, law, at)
             if scaler is not None:
-                self._scale(scaler, at)
+                self._scale(scaler, state, at)
             at += poll
         self._route_until(end, incoming)
         self._advance(end)
@@ -225,9 +225,9 @@ class Fleet:
             present[move.pod].pod.set_knobs(move.knobs, seq=len(self.moves))
         return decision.state
 
-    def _scale(self, scaler: Scaler, now: float) -> None:
+    def _scale(self, scaler: Scaler, state: TunerState, now: float) -> None:
         staying = [m for m in self.members if not m.leaving]
-        wanted = scaler(now, [m.view() for m in self._present(now)], len(staying))
+        wanted = scaler(now, [m.view() for m in self._present(now)], len(staying), state)
         if not self.replicas or self.replicas[-1][1] != wanted:
             self.replicas.append((now, wanted))
         for _ in range(wanted - len(staying)):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from weir_operator.tuner.knobs import limits
+from weir_operator.tuner.replicas import ReplicaDecision, ReplicaSpec, ReplicaState, decide_replicas
 from weir_operator.tuner.types import Decision, Move, PodView, TunerSpec, TunerState
 from weir_operator.tuner.window import MIN_INTERVALS, Span, back_to, is_settled, readings
 from weir_server.contract import Window, hist_edge
@@ -144,7 +145,25 @@ def rival(name: str) -> _Rival:
     return _Rival(RIVALS[name])
 
 
-# ---------------------------------------------------------------- replicas alone
+# ---------------------------------------------------------------- replicas
+
+@dataclass
+class CapacityScaler:
+    """The operator's own: offered work over learned capacity."""
+
+    spec: TunerSpec
+    replicas: ReplicaSpec
+    records: list[tuple[float, ReplicaDecision]] = field(default_factory=list)
+    _state: ReplicaState = field(default_factory=ReplicaState)
+
+    def __call__(self, now: float, pods: Sequence[PodView], started: int, tuner: TunerState) -> int:
+        views = {view.name: view for view in pods}
+        decision = decide_replicas(self._state, views, tuner, self.spec, self.replicas, started, now)
+        self._state = decision.state
+        if decision.outcome:
+            self.records.append((now, decision))
+        return decision.desired
+
 
 @dataclass
 class QueueDepthScaler:
@@ -159,7 +178,7 @@ class QueueDepthScaler:
     _at: float = -math.inf
     _wanted: list[tuple[float, int]] = field(default_factory=list)
 
-    def __call__(self, now: float, pods: Sequence[PodView], started: int) -> int:
+    def __call__(self, now: float, pods: Sequence[PodView], started: int, tuner: TunerState) -> int:
         if now - self._at < self.every or not pods:
             return started
         self._at = now

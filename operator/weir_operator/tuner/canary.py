@@ -90,6 +90,6 @@ def waiting(step: Step, why: str) -> Step:
     return replace(step, record=replace(step.record, outcome=Outcome.WAITING, reason=f"a larger batch is wanted: {why}"))
 
 
-def failed(canary: Canary, step: Step | None) -> bool:
-    """Whether its verdict was that it made things worse."""
+def failed(step: Step | None) -> bool:
+    """Whether a canary's verdict was that it made things worse."""
     return bool(step and step.record and step.record.outcome is Outcome.REVERTED)

@@ -16,7 +16,7 @@ from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out, hold,
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.knobs import back_inside, limits
 from weir_operator.tuner.pressure import emergency, pressure, watch, with_ceiling
-from weir_operator.tuner.setpoint import NIL, Choice, Reach, choose
+from weir_operator.tuner.setpoint import NIL, Choice, Reach, certain, choose
 from weir_operator.tuner.settle import adopt, inside, settle
 from weir_operator.tuner.types import Canary, Decision, Learned, Outcome, PodState, PodView, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather, is_settled, share_good
@@ -221,11 +221,16 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     case, choice, confirming = _turn(case, pod, reach, choice, spec.ttft, spec.tpot)
     inputs = _inputs(pod, choice)
     knobs = _differences(reach, choice)
+    doubtful = choice.gains and "max_batch_size" in knobs and not certain(pod, spec.ttft, spec.tpot, reach, choice)
+    if doubtful:  # the queue alone may be worth a move
+        choice = choose(pod, spec.ttft, spec.tpot, reach.held())
+        inputs, knobs = _inputs(pod, choice), _differences(reach, choice)
     if not knobs or not choice.gains:
         if confirming:
             reason = "the batch is wanted the other way: a second tick must want it too"
             return hold(case, Outcome.CONFIRMING, reason, "set-point", Shown(inputs))
-        return hold(case, Outcome.HOLDING, _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
+        why = "the gain of another batch lies within the error of its prediction" if doubtful else None
+        return hold(case, Outcome.HOLDING, why or _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
     reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
     comparable = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since) and span.steady
@@ -273,7 +278,7 @@ def _why_hold(choice: Choice, pod: Model, head_wait: Mapping[str, float]) -> str
     bound = max(head_wait, key=lambda k: head_wait[k], default="slots")
     if bound != "slots" and head_wait[bound] > 0:
         return f"the queue waits for {bound}, not for slots: a larger batch would not help"
-    return "no other setting is predicted to be better by 4 %"
+    return "no other setting is predicted to be better by 2 %"
 
 
 def _inputs(pod: Model, choice: Choice) -> dict[str, float]:
