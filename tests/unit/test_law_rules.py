@@ -132,7 +132,7 @@ def test_a_stale_pod_is_not_cut_either():
 
 
 def test_a_restart_starts_from_what_its_class_is_known_to_do_and_else_from_its_own_measurement():
-    loop = started(seconds=185)
+    loop = started(seconds=400)
     was = loop.pod.target
     assert was.max_batch_size > 4 and loop.state.learned[0].batch == was.max_batch_size
     loop.pod.restart("two")
