@@ -253,7 +253,7 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "cells": len(rows), "best": mean([r["best"]["goodput"] for r in rows]),
         "defaults": {n: mean([r["defaults"][n] for r in rows]) for n in rows[0]["defaults"]},
         "of_best": {n: mean([r["laws"][n]["of_best"] for r in rows if n in r["laws"]]) for n in rows[0]["laws"]},
-        "worst": min((r["laws"][SET_POINT]["of_best"] for r in rows if r["laws"][SET_POINT]["of_best"] is not None), default=None),
+        "worst": min((of for r in rows if (of := r["laws"][SET_POINT]["of_best"]) is not None), default=None),
     }
 
 
