@@ -4,20 +4,19 @@ values, every overlay and the plain file accepted by the API server."""
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from control_plane_kit import ASSETS, ROOT, Cluster, resource
-from test_rights import another
+from test_rights import another, optional_kinds
 
 CHART = ROOT / "charts/weir"
+__all__ = ["optional_kinds"]  # a fixture
 CRD = "inferencedeployments.weir.dev"
-OPTIONAL_CRDS = os.environ.get("WEIR_OPTIONAL_CRDS", "")
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -34,17 +33,6 @@ def helm(request: pytest.FixtureRequest, cluster: Cluster) -> Helm:
         return done
 
     return run
-
-
-@pytest.fixture
-def optional_kinds(cluster: Cluster) -> Iterator[None]:
-    """Definitions of Prometheus Operator's kinds, for as long as a test runs."""
-    if not OPTIONAL_CRDS:
-        pytest.skip("set WEIR_OPTIONAL_CRDS to a folder with the CRDs of Prometheus Operator and KEDA")
-    cluster.kubectl("apply", "--server-side", "-f", OPTIONAL_CRDS)
-    cluster.kubectl("wait", "--for=condition=Established", "-f", OPTIONAL_CRDS, "--timeout=30s")
-    yield
-    cluster.kubectl("delete", "-f", OPTIONAL_CRDS)
 
 
 def left(cluster: Cluster, namespace: str) -> list[str]:
