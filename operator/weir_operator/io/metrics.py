@@ -114,7 +114,7 @@ def reference() -> str:
     """The catalogue as a section of documentation."""
     lines = [
         "## Metrics", "",
-        "Served at `/metrics` of the health port, by both replicas of an operator; only the one that leads polls and decides.", "",
+        "Served at `/metrics` of the health port, by both replicas of an operator; only the leader polls and decides.", "",
         "| name | kind | labels | meaning |", "|---|---|---|---|",
     ]
     for name, kind, labels, text in catalogue():
