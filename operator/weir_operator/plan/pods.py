@@ -16,6 +16,8 @@ from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
 START_SECONDS = 600
 """A start may take so long, or the rollout's progress deadline if that is longer: then the start-up probe gives up."""
+STATE = "/tmp"
+"""An emptyDir: what a server notes there is for itself when it comes back after a kill in the same pod."""
 SHORT_DRAIN = 300.0
 """Drains up to this share one grace period, so that changing them restarts nothing."""
 GRACE_MARGIN = 30
@@ -72,7 +74,7 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
     args = [
         *server_args(spec, pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
         f"--control-token-file={names.TOKEN_FILE}", f"--boot-file={names.BOOT_FILE}",
-        f"--leave-seconds={pinned.leave_seconds}",
+        f"--leave-seconds={pinned.leave_seconds}", f"--state-dir={STATE}",
     ]
     mounts = [
         {"name": "boot", "mountPath": _folder(names.BOOT_FILE), "readOnly": True},
