@@ -29,6 +29,7 @@ from weir_operator.api.scalars import (
     up_to,
 )
 
+
 class Limits(Part):
     """The envelope: what is allocated at start. Knobs move inside it; changing it restarts pods."""
 
