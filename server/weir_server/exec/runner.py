@@ -73,7 +73,7 @@ class LoadedModel:
 
     def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
         self.boot, self.decoder, self.config = boot, decoder, decoder.config
-        self.context_length = self.config.context
+        self.context_length, self.window = self.config.context, self.config.window
         c = self.config
         layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
         self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
