@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens clean
+.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens engine-parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -50,6 +50,9 @@ floors: $(VENV)/.dev  ## who may import whom
 
 generate: $(VENV)/.dev  ## the CRD, reference pages and install manifests, from what they are made of
 	$(BIN)/python hack/generate.py
+
+engine-parity: $(VENV)/.dev  ## greedy text of `run -p` is what the server answers, byte for byte: MODEL=… (SmolLM2 by default)
+	$(if $(MODEL),WEIR_PARITY_MODEL='$(MODEL)') $(BIN)/python -m pytest tests/api/test_engine_parity.py
 
 goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (a few minutes)
 	$(BIN)/python tests/goldens/make.py
