@@ -79,7 +79,7 @@ def test_kernels_of_another_build_are_not_called(monkeypatch: pytest.MonkeyPatch
     """An extension left over from other sources would read its arguments from the wrong places."""
     other = type("Other", (ctypes.Structure,), {"_fields_": [*cpu._Attention._fields_, ("more", ctypes.c_int64)]})
     monkeypatch.setattr(cpu, "_Attention", other)
-    with pytest.raises(UnsupportedError, match="not built|other sources"):
+    with pytest.raises(UnsupportedError, match=r"not built|other sources"):
         cpu.load_library()
 
 
