@@ -111,7 +111,7 @@ def test_a_second_release_is_warned_that_two_would_steer_the_same_pods(cluster: 
 
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 def test_helm_test_makes_a_resource_then_asks_and_clears_up(cluster: Cluster, helm: Helm, phase: str) -> None:
-    """There is no node: the test says in the pod's place how it ended. What the pod does: tests/chart/test_completion_script.py"""
+    """There is no node: the test says how the pod ended. What the pod does: tests/chart/test_completion_script.py."""
     own = another(cluster)
     helm("install", "weir", str(CHART), "-n", own, "--set=crds.install=false")
     with ThreadPoolExecutor(1) as pool:
