@@ -17,7 +17,7 @@ from weir_operator.api import names
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
-from weir_operator.io.metrics import WATCH_LAG
+from weir_operator.io.metrics import KNOWN, WATCH_LAG
 from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
 from weir_operator.loops.health import serve
 from weir_operator.loops.lease import LeaseLoop
@@ -57,8 +57,8 @@ def own_namespace() -> str:
 class ClusterSink:
     """Reports go to the status by way of a pass; moves become Events."""
 
-    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store, tasks: set[asyncio.Task[None]]) -> None:
-        self._reconciler, self._queue, self._store, self._tasks = reconciler, queue, store, tasks
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store) -> None:
+        self._reconciler, self._queue, self._store = reconciler, queue, store
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
         self._reconciler.reports[subject.identity] = news
@@ -70,9 +70,7 @@ class ClusterSink:
             if raw is None or move.pod in round_.failed:
                 continue
             message = f"{', '.join(f'{k}={v:g}' for k, v in sorted(move.knobs.items()))} ({move.rule})"
-            task = asyncio.create_task(self._reconciler.writer.event(raw, "KnobsMoved", message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._reconciler.events.tell(raw, "KnobsMoved", message)
 
 
 class Subjects:
@@ -136,7 +134,7 @@ class Resync:
             except (ApiError, Unreachable) as e:
                 absent = isinstance(e, ApiError) and e.status == 404
                 self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
-                log.warning("resync: %s", self.wrong)
+                log.warning("resync: %s", self.wrong, extra={"event": "resync-failed"})
             enqueue_all(self._reconciler.store, self._queue)
             await asyncio.sleep(RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
 
@@ -161,6 +159,7 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
     """Run until `stop` is set; then the Lease is given back. Raises what a part raised if it failed."""
     store = Store()
     WATCH_LAG.set_function(store.lag)
+    KNOWN.resources, KNOWN.heard = store.resources, lambda: store.heard
     lease: LeaseLoop
     writer = Writer(kube, lambda: lease.left())
     key = await Writer(kube).control_key(settings.own_namespace)
@@ -187,12 +186,11 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
         return None
 
     health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong)
-    events: set[asyncio.Task[None]] = set()
     try:
         async with ControlClient() as client:
-            sink = ClusterSink(reconciler, queue, store, events)
+            sink = ClusterSink(reconciler, queue, store)
             tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
-            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), heartbeat()]
+            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), reconciler.events.run(), heartbeat()]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
                 for parts in (writers, [lease.run()], [watch(store, queue, stop)])

@@ -84,7 +84,7 @@ def run(boot: Boot, channel: Channel) -> None:
             model=model.model, vocab_size=runner.vocab_size, context_per_slot=context,
             max_servable=engine.batch.cache.shape.servable(usable, context), envelope=envelope,
             geometry=runner.geometry, usable_blocks=usable, boot=engine.target, plant=plant, plant_steps=steps,
-            sizing=plan.sizing.lines, load_seconds=time.monotonic() - started,
+            sizing=plan.sizing.lines, load_seconds=time.monotonic() - started, memory_used=memory_used(),
         )
     )
     loop(engine, channel)
