@@ -40,6 +40,7 @@ class Model(Protocol):
 
     context_length: int
     weights_bytes: int
+    window: int | None  # tokens that a sliding layer sees, as exec.interface.Runner says: rings are sized by it at boot
     decode_path: str
 
     @property
