@@ -15,10 +15,9 @@ from types import TracebackType
 from typing import Self
 
 from fuzz_books import Books, build
-from fuzz_runner import CONTEXT, VOCAB, Asked, AuditRunner, Key
+from fuzz_runner import CONTEXT, VOCAB, Asked, AuditRunner, Key, logprob
 
-from weir_server.contract import Geometry, Knobs
-from weir_server.exec.interface import FULL, SLIDING
+from weir_server.contract import FULL, SLIDING, Geometry, Knobs
 from weir_server.link.messages import (
     DEADLINE_EXCEEDED,
     KV_BUDGET_EXCEEDED,
@@ -61,11 +60,12 @@ class Setup:
     chunk: int | None = None
     grant: int = 16
     scheduler: str = "fifo"
-    prefill: int = 4
-    prefill_tokens: int | None = None
+    prompts: int = 4
+    padded: int | None = None
     pressure: str = "newest_stalled"
-    preemption: str | None = None  # policy where slots are preempted
-    swap: int = 0  # chunks
+    slot_victims: str | None = None
+    evict_newest: bool = False
+    swap: int = 0  # usable chunks
     window: int = 7
     prefix_cache: bool = True
 
@@ -90,7 +90,7 @@ class World:
         self.geometry = Geometry(CHUNK, SIZE, per)
         self.clock = Clock()
         self.runner = AuditRunner(
-            self.geometry, self.setup.chunks + 2, swap_chunks=self.setup.swap, window=self.setup.window if SLIDING in per else None
+            self.geometry, self.setup.chunks + 2, self.setup.swap + 2, self.setup.window if SLIDING in per else None
         )
         self.knobs = Knobs(self.setup.rows, self.setup.chunks * CHUNK, self.setup.watermark, 1024)
         self.engine = build(self.runner, self.setup, self.knobs, self.clock, CONTEXT)
@@ -196,7 +196,7 @@ class World:
     # ------------------------------------------------------------------------------------------------ what must hold
 
     def _step(self, during: list[ToChild]) -> None:
-        waited, before, ran = self.books.waiting(), self.clock.now, set(self.books.running())
+        waited, before, ran = self.books.queued(), self.clock.now, set(self.books.running())
         self.runner.transfers.clear()
         fed = self.engine.step(lambda: during)
         self.steps += 1
@@ -268,14 +268,16 @@ class World:
             match event:
                 case Admitted(cached_tokens=cached):
                     assert key not in self.admitted, "admitted twice"
-                    assert cached < len(asked.prompt) and not (cached and asked.n == 1 and not asked.cache), "cache_prompt: false"
+                    assert not cached or asked.cache or asked.n > 1, "cache_prompt: false"
+                    assert cached < len(asked.prompt), "nothing is left to compute the first token from"
                     assert not cached or asked.prompt_logprobs < 0, "prompt logprobs bypass prefix reads"
                     self.admitted[key] = cached
                 case PromptLogprobs():
                     self._prompt_logprobs(key, asked, event)
                 case Tokens():
                     said = self.said.setdefault(key, [])
-                    assert asked.prompt_logprobs < 0 or self.told.get(key, 0) == len(asked.prompt) - 1, "tokens come before logprobs"
+                    told = self.told.get(key, 0)
+                    assert asked.prompt_logprobs < 0 or told == len(asked.prompt) - 1, "tokens come before prompt logprobs"
                     assert (event.logprobs is None) == (asked.logprobs < 0)
                     said += event.ids
                 case Finished():
@@ -283,8 +285,6 @@ class World:
                     self._end(key, asked, event)
 
     def _prompt_logprobs(self, key: Key, asked: Asked, event: PromptLogprobs) -> None:
-        from fuzz_runner import logprob
-
         told = self.told.get(key, 0)
         assert asked.prompt_logprobs >= 0 and not self.said.get(key), "prompt logprobs out of place"
         assert event.start == told + 1, f"prompt logprobs begin at {event.start}, {told} are told"
@@ -318,14 +318,14 @@ class World:
         per, final = self.geometry.blocks_per_chunk, asked.final - 1
         chunks = -(-(-(-final // SIZE)) // per[FULL]) if FULL in per else 0
         if SLIDING in per:
-            ring = min(-(-(self.setup.window + self.setup.tokens) // SIZE), -(-final // SIZE))
+            ring = -(-min(self.setup.window + self.books.piece(), final) // SIZE)
             chunks += ring if FULL in per else -(-ring // per[SLIDING])
         return not asked.prompt or len(asked.prompt) >= CONTEXT or chunks > self.setup.chunks
 
     def check(self) -> None:
         assert not self.runner.faults, self.runner.faults
-        self.books.check(self.setup.chunks)
-        live = {key for key in self._live()}
+        self.books.check(self.setup.chunks, self.setup.swap)
+        live = set(self._live())
         known = {*self.books.running(), *self.books.waiting()}
         assert live == known, f"I10: {live ^ known} live without a trace"
         for key in live:

@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from weir_server.contract import Geometry
-from weir_server.exec.interface import FULL, SLIDING, RowResult, RowWork
+from weir_server.contract import FULL, SLIDING, Geometry
+from weir_server.exec.interface import RowResult, RowWork
 from weir_server.link.messages import Sampling, TokenLogprobs
 
 VOCAB = 997
@@ -96,8 +96,8 @@ def logprob(tag: int, k: int) -> TokenLogprobs:
 class Memory:
     """One pool. A chunk belongs to the attention type that wrote to it last; what another type had there is lost."""
 
-    def __init__(self, geometry: Geometry, chunks: int, reserved: int) -> None:
-        self.size, self.per, self.chunks, self.reserved = geometry.block_tokens, geometry.blocks_per_chunk, chunks, reserved
+    def __init__(self, geometry: Geometry, chunks: int) -> None:
+        self.size, self.per, self.chunks = geometry.block_tokens, geometry.blocks_per_chunk, chunks
         self.owner: dict[int, str] = {}
         self.blocks: dict[str, dict[int, list[int | None]]] = {kind: {} for kind in self.per}
 
@@ -107,8 +107,8 @@ class Memory:
     def open(self, kind: str, block: int) -> list[int | None]:
         """The block's slots, to write to. Raises ValueError for one that no row may own."""
         chunk = block // self.per[kind]
-        if not self.reserved <= chunk < self.chunks:
-            raise ValueError(f"block {block} of {kind} lies in chunk {chunk} of {self.chunks}, {self.reserved} of them reserved")
+        if not 2 <= chunk < self.chunks:
+            raise ValueError(f"block {block} of {kind} lies in chunk {chunk} of {self.chunks}, the first two for padding")
         if self.owner.get(chunk) != kind:
             self.wipe(chunk)
             self.owner[chunk] = kind
@@ -127,10 +127,10 @@ class AuditRunner:
     vocab_size = VOCAB
 
     def __init__(
-        self, geometry: Geometry, chunks: int, *, swap_chunks: int = 0, window: int | None = None, reserved: int = 2
+        self, geometry: Geometry, chunks: int, swap_chunks: int = 0, window: int | None = None
     ) -> None:
         self.geometry, self.window = geometry, window
-        self.pool, self.swap = Memory(geometry, chunks, reserved), Memory(geometry, swap_chunks, 0)
+        self.pool, self.swap = Memory(geometry, chunks), Memory(geometry, swap_chunks)
         self.asked: dict[int, Asked] = {}
         self.length: dict[Key, int] = {}  # tokens that a row has: its prompt and what it was told
         self.reached: dict[Key, int] = {}  # most tokens ever computed of a row
@@ -224,9 +224,8 @@ class AuditRunner:
         if SLIDING in self.pool.per:
             if not row.ring or len(set(row.ring)) < len(row.ring):
                 return f"the ring is {row.ring}"
-            if start and self.rings.get(key) != len(row.ring):
-                return f"the ring had {self.rings.get(key)} blocks and has {len(row.ring)}"
-            self.rings[key] = len(row.ring)
+            if self.rings.setdefault(key, len(row.ring)) != len(row.ring):
+                return f"the ring had {self.rings[key]} blocks and has {len(row.ring)}"
         return None
 
     def _homes(self, row: RowWork, position: int) -> list[tuple[str, int]]:
@@ -238,8 +237,8 @@ class AuditRunner:
         return homes
 
     def _at(self, row: RowWork, position: int) -> int | None:
-        """What the row's newest KV says, which its next token's hidden state is made of."""
-        kind, block = self._homes(row, position)[-1]
+        """The tag of the position before those that are fed: the window is at least two, so that they see it."""
+        kind, block = self._homes(row, position)[0]
         return self.pool.block(kind, block)[position % self.pool.size]
 
     def _read(self, key: Key, row: RowWork) -> None:

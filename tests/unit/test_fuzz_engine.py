@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
+from typing import Any
 
-from fuzz_kit import GEOMETRIES, Setup, World
-from hypothesis import HealthCheck, settings
+import hypothesis
+from fuzz_kit import Setup, World
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 total: Counter[str] = Counter()
 """What the walks of this process came to: steps, and the counters of each mechanism."""
 COUNTERS = (
-    "preempted", "soft_resets", "recomputed_tokens", "prefix_hits", "prefix_evictions",
+    "preempted", "soft_resets", "offloads", "restored_tokens", "recomputed_tokens", "prefix_hits", "prefix_evictions",
+    "adopted_evictions", "bypassed", "promoted", "prefill_grants", "batched_prefills", "deadlines_exceeded",
+)
+MOVED = (
+    "released", "copied full_attention", "copied sliding_attention", "swapped out full_attention",
+    "swapped out sliding_attention", "swapped in full_attention", "swapped in sliding_attention",
 )
 setups = st.builds(
     Setup,
-    geometry=st.sampled_from(["full"]),
-    chunks=st.integers(15, 40),
+    geometry=st.sampled_from(["full", "full", "sliding", "hybrid", "wide hybrid"]),
+    chunks=st.integers(15, 28),
     rows=st.integers(1, 6),
     watermark=st.sampled_from([0.0, 0.1, 0.5]),
     tokens=st.integers(1, 24),
-    pages=st.sampled_from([float("inf"), 30]),
+    pages=st.just(math.inf),
     chunk=st.sampled_from([None, 0, 1, 5, 16]),
     grant=st.sampled_from([0, 1, 3]),
-    prefix_cache=st.booleans(),
+    scheduler=st.sampled_from(["fifo", "prefill_first"]),
+    prompts=st.sampled_from([1, 2, 4]),
+    padded=st.sampled_from([None, 0, 20]),
+    pressure=st.sampled_from(["newest_stalled", "least_progress"]),
+    slot_victims=st.sampled_from([None, "longest-first", "lowest-priority"]),
+    evict_newest=st.booleans(),
+    swap=st.sampled_from([0, 0, 3, 30]),
+    window=st.sampled_from([2, 5, 7, 12]),
+    prefix_cache=st.sampled_from([True, True, False]),
 )
+OPTIONS: list[dict[str, Any]] = [
+    *[{}] * 6, {"n": 2}, {"n": 3}, {"n": 2, "cache": False}, {"cache": False}, {"cache": False, "logprobs": 1}, {"salt": "b"},
+    {"wait": 0.05}, {"wait": 40.0}, {"prompt_logprobs": 2}, {"prompt_logprobs": 0, "n": 2, "logprobs": 1}, {"stop_at": 0},
+    {"stop_at": 3, "n": 2}, {"stop_at": 1, "min_tokens": 4},
+]
+"""What some requests ask for beside their length and lane."""
 knobs = st.one_of(
     st.fixed_dictionaries({"max_batch_size": st.integers(1, 6)}),
     st.fixed_dictionaries({"share": st.sampled_from([0.1, 0.2, 0.3, 0.5, 0.7, 1.0])}),
@@ -40,14 +62,12 @@ class EngineMachine(RuleBasedStateMachine):
         self.world = World(setup)
 
     @rule(
-        prefix=st.integers(0, 2), shared=st.integers(0, 40), own=st.integers(0, 10), max_tokens=st.integers(0, 30),
-        n=st.sampled_from([1, 1, 1, 2, 3]), cache=st.booleans(), salt=st.sampled_from(["", "", "b"]), lane=st.sampled_from([1]),
-        wait=st.sampled_from([None]), prompt_logprobs=st.sampled_from([-1]),
-        logprobs=st.sampled_from([-1, 1]), stop_at=st.sampled_from([None, 0, 3]), min_tokens=st.sampled_from([0, 2]),
+        prefix=st.integers(0, 2), shared=st.integers(0, 40), own=st.integers(0, 10),
+        max_tokens=st.sampled_from([0, 1, 2, 8, 20, 30, 40]), lane=st.integers(0, 2), options=st.sampled_from(OPTIONS),
         times=st.integers(0, 6),
     )
-    def submit(self, times: int, **request: object) -> None:
-        self.world.submit(**request)
+    def submit(self, times: int, options: dict[str, Any], **request: int) -> None:
+        self.world.submit(**request, **options)
         self.world.step(times)
 
     @precondition(lambda self: self.world.engine.busy)
@@ -83,20 +103,28 @@ class EngineMachine(RuleBasedStateMachine):
             total.update(steps=self.world.steps, walks=1)
 
 
-def walk(examples: int, machine: type[EngineMachine] = EngineMachine) -> None:
-    """`examples` random walks of at most 40 things each, and then on until the engine is at rest."""
+def walk(walks: int, seed: int, shrink: bool = True) -> None:
+    """Random walks of at most 40 things each, and then on until the engine is at rest. The same seed walks the same way."""
+    phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
     logging.disable()  # hundreds of rows go wrong on purpose
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None
-        ),
-    )
+    machine = hypothesis.seed(seed)(type("Walk", (EngineMachine,), {}))
+    try:
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=walks, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck), database=None,
+                phases=phases,
+            ),
+        )
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def test_random_walks_keep_every_invariant() -> None:
     """At least 10,000 steps; at their end each mechanism must have been at work."""
     total.clear()
-    while total["steps"] < 10_000:
-        walk(100)
-    assert all(total[name] for name in (*COUNTERS, "released")), total
+    seed = 0
+    while total["steps"] < 10_000 or not all(total[name] for name in (*COUNTERS, *MOVED)):
+        assert total["steps"] < 200_000, f"never at work: {[name for name in (*COUNTERS, *MOVED) if not total[name]]}"
+        walk(50, seed)
+        seed += 1
