@@ -78,7 +78,7 @@ async def give_back(server: Running, state: dict[str, Any]) -> dict[str, Any]:
     await running
     await server.until(lambda window: not window["running"])
     ended, floor = time.monotonic(), before - SHARE * (POOL - least)
-    while (now := anonymous(server.engine().pid)) > floor and time.monotonic() < ended + WITHIN:
+    while (now := anonymous(server.engine().pid)) > floor and time.monotonic() < ended + WITHIN:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     seconds, cache = time.monotonic() - ended, await server.get("/v1/cache/stats")
     return {

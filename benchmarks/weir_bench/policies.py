@@ -162,16 +162,15 @@ def main() -> None:
         names = ("tax", "preempted", "hit_share", "ttft_p95")
         figures[", ".join(kind)] = {name: results.spread([c[name] for c in runs]) for name in names}
     for name, row in figures.items():
-        print(f"{name}: tax {row['tax']['median']:.2%}, {row['preempted']['median']:.0f} preemptions, "
-              f"{row['hit_share']['median']:.1%} of prompt tokens found, TTFT p95 {row['ttft_p95']['median']:.1f} s")
+        tax, preempted, hits, ttft = (row[n]["median"] for n in ("tax", "preempted", "hit_share", "ttft_p95"))
+        print(f"{name}: tax {tax:.2%}, {preempted:.0f} preemptions, {hits:.1%} of prompt tokens found, TTFT p95 {ttft:.1f} s")
     figures["real tax"] = {p: [c["tax"] for c in real if c["pressure"] == p] for p in PRESSURES}
     print(figures["real tax"])
     outcome = {"figures": figures, "plant": asdict(PLANT), "cells": cells, "real": real}
     print(results.write("policies", outcome, args.output))
-    results.moved({
-        "preemptions": sum(c["preempted"] for c in cells), "evictions": sum(c["evictions"] for c in cells),
-        "hits": sum(c["hit_share"] for c in cells), **({"real preemptions": sum(c["preemptions"] for c in real)} if real else {}),
-    })  # fmt: skip
+    results.moved({name: sum(c[name] for c in cells) for name in ("preempted", "evictions", "hit_share")})
+    if real:
+        results.moved({"preemptions of the real model": sum(c["preemptions"] for c in real)})
 
 
 if __name__ == "__main__":

@@ -75,7 +75,8 @@ def main() -> None:
         for size in args.sizes
     }
     figures = {size: {"itl_p95": s["itl_p95"]["median"], "ttft": s["ttft"]["median"]} for size, s in by_size.items()}
-    print(results.write("streams", {"figures": figures, "prompt": args.prompt, "by_size": by_size, "cells": cells}, args.output))
+    outcome = {"figures": figures, "prompt": args.prompt, "by_size": by_size, "cells": cells}
+    print(results.write("streams", outcome, args.output))
     print(figures)
 
 

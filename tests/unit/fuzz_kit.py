@@ -179,9 +179,9 @@ class World:
                 during = ()
 
     def run(self, most: int = 5000) -> None:
+        end = self.steps + most
         while self.engine.busy:
-            most -= 1
-            assert most, "the engine does not come to rest"
+            assert self.steps < end, "the engine does not come to rest"
             self.step()
 
     def __enter__(self) -> Self:
@@ -245,7 +245,7 @@ class World:
         """I8: something that no forward had computed before, or an end, within as many steps as a re-prefill of all takes."""
         best = sum(self.runner.reached.values()) + len(self.ended)
         self.stuck, self._best = (self.stuck + 1, self._best) if best <= self._best else (0, best)
-        most = 8 + 8 * CONTEXT * max(len(self.books.running()), 1) // min(self.setup.tokens, self.setup.chunk or self.setup.tokens)
+        most = 8 + 8 * CONTEXT * max(len(self.books.running()), 1) // self.books.piece()
         assert self.stuck <= most, f"I8: nothing new in {self.stuck} steps"
 
     def _live(self) -> list[Key]:
@@ -316,10 +316,10 @@ class World:
     def _impossible(self, asked: Asked) -> bool:
         """Whether a request may be refused for its size: no prompt, no room for an answer, or more than the pool holds."""
         per, final = self.geometry.blocks_per_chunk, asked.final - 1
-        chunks = -(-(-(-final // SIZE)) // per[FULL]) if FULL in per else 0
+        chunks = math.ceil(math.ceil(final / SIZE) / per[FULL]) if FULL in per else 0
         if SLIDING in per:
-            ring = -(-min(self.setup.window + self.books.piece(), final) // SIZE)
-            chunks += ring if FULL in per else -(-ring // per[SLIDING])
+            ring = math.ceil(min(self.setup.window + self.books.piece(), final) / SIZE)
+            chunks += ring if FULL in per else math.ceil(ring / per[SLIDING])
         return not asked.prompt or len(asked.prompt) >= CONTEXT or chunks > self.setup.chunks
 
     def check(self) -> None:
