@@ -85,8 +85,20 @@ class Cluster:
         """What the operator wrote to this namespace, Leases aside, as audited."""
         lines = [json.loads(line) for line in self.audit.read_text().splitlines()]
         found = [line for line in lines if (line.get("objectRef") or {}).get("namespace") == namespace]
-        ours = [line for line in found if "kubectl" not in line["userAgent"] and "kube-controller" not in line["userAgent"]]
+        others = ("kubectl", "kube-controller", "kube-apiserver")  # the last one tells of Services' addresses
+        ours = [line for line in found if not line["userAgent"].startswith(others)]
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
+
+    def quiet(self, operator: Operator, namespace: str) -> None:
+        """Wait until nothing waits for a pass and nothing was written between two looks."""
+        count = -1
+
+        def still() -> bool:
+            nonlocal count
+            before, count = count, len(self.writes(namespace))
+            return before == count and operator.metric("weir_operator_queued_keys") == 0
+
+        wait(still, why="nothing left to do")
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")

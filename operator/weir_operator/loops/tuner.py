@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS
+from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS, READ_AT
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.tuning import came_out, knobs_status, remembered, report, tuner_spec, visible
 from weir_operator.tuner.law import decide
 from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
@@ -40,6 +41,7 @@ class TunerSettings:
     tick: float = 30.0
     poll: float = 5.0
     lease: float = 180.0
+    spread: float = 0.0  # share of the poll interval over which the deployments' polls are spread
     report: float | None = None  # least time between two published reports of one deployment; None: as fits a cluster
 
     @property
@@ -60,6 +62,12 @@ class Round:
     records: tuple[Record, ...]  # the decision's, as they came out
 
 
+def _phase(uid: str) -> float:
+    """In 0 … 1, the same at every poll: so a deployment's polls keep their distance, and those of a thousand do not fall on
+    one moment."""
+    return zlib.crc32(uid.encode()) / 2**32
+
+
 class Sink(Protocol):
     """Where the news goes."""
 
@@ -77,6 +85,18 @@ def _show(key: str, name: str, pod: Pod | None) -> None:
         else:
             with contextlib.suppress(KeyError):
                 KNOB.remove(*labels)
+
+
+def _show_reading(key: str, ready: Sequence[Pod]) -> None:
+    """When the ready pod that was read longest ago was last read; never read, it counts from the first attempt."""
+    labels = key.split("/", 1)
+    if ready:
+        READ_AT.labels(*labels).set(min(
+            next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready
+        ))
+    else:
+        with contextlib.suppress(KeyError):
+            READ_AT.remove(*labels)
 
 
 class TunerLoop:
@@ -108,6 +128,7 @@ class TunerLoop:
         for gone in set(self._steerings) - known:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
+            _show_reading(gone[0], [])
         results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
         for subject, result in zip(subjects, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
@@ -124,11 +145,13 @@ class TunerLoop:
         for gone in set(steering.pods) - names:
             _show(subject.key, gone, None)
         steering.pods = {name: steering.pods.get(name) or Pod() for name in sorted(names)}
+        await asyncio.sleep(self._settings.spread * self._settings.poll * _phase(subject.resource.metadata.uid))
         now = self._clock()
         await asyncio.gather(*(poll(self._client, e, steering.pods[e.name], now) for e in subject.endpoints))
         for name, pod in steering.pods.items():
             POLLS.labels("silent" if pod.silent else "ok").inc()
             _show(subject.key, name, pod)
+        _show_reading(subject.key, [steering.pods[e.name] for e in subject.endpoints if e.ready])
         views = {name: pod.view(name) for name, pod in steering.pods.items()}
         decision = decide(steering.state, views, spec, now)
         failed = await self._apply(subject, steering, spec, decision, now)
@@ -172,7 +195,12 @@ class TunerLoop:
             DECISIONS.labels(record.rule, record.outcome.value).inc()
             if record.changes and record.outcome is not Outcome.ADVISED:
                 level = logging.WARNING if record.outcome is Outcome.NOT_SET else logging.INFO
-                log.log(level, "%s: %s: %s (%s): %s", subject.key, record.pod, record.outcome, record.rule, record.reason)
+                said = {
+                    "event": "decision", "resource": subject.key, "pod": record.pod, "rule": record.rule,
+                    "outcome": record.outcome.value, "changes": record.changes,
+                }
+                log.log(level, "%s: %s: %s (%s): %s", subject.key, record.pod, record.outcome, record.rule, record.reason,
+                        extra=said)
         steering.outcomes = {name: r for name, r in steering.outcomes.items() if name in steering.pods}
 
     def _publish(self, subject: Subject, steering: Steering, now: float) -> None:
