@@ -102,6 +102,7 @@ class World:
         self.overtaken: Counter[Key] = Counter()
         self.stopped: set[Key] = set()
         self.lowered = self.draining = False
+        self.decoding: set[Key] = set()  # rows that had a token from the last step
         self.steps = self.stuck = 0
         self._best = -1
 
@@ -223,6 +224,12 @@ class World:
         assert not joined or len(runs) <= self.knobs.max_batch_size, f"I6: {len(runs)} rows after {joined} joined"
         for way in ("in", "out"):
             assert self.runner.transfers[way] <= 1, f"{self.runner.transfers[way]} transfers {way} in one step"
+        if joined and self.decoding & {key for key, _, _ in fed}:
+            limit = min(s.chunks, (self.knobs.kv_cache_budget or 0) // CHUNK)
+            most = limit - math.ceil(self.knobs.admission_watermark * limit)
+            held = self.engine.meter.stats.kv_used_bytes // CHUNK
+            assert held <= most, f"{joined} joined beside decodes: {held} chunks are held, {most} may be"
+        self.decoding = set(self.runner.sampled)
 
     def _order(self, waited: list[Key], before: float) -> None:
         """I11: whoever leaves the queue for the batch overtakes those who were before it and still wait."""

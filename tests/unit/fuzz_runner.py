@@ -140,6 +140,7 @@ class AuditRunner:
         self.lose = False
         self.faults: list[str] = []
         self.fed: list[tuple[Key, int, int]] = []  # of the last step: row, start, tokens
+        self.sampled: list[Key] = []  # rows that it gave a token
         self.moved: Counter[str] = Counter()
         self.transfers: Counter[str] = Counter()  # since the World last looked
 
@@ -152,6 +153,7 @@ class AuditRunner:
     # ------------------------------------------------------------------------------------------------ the runner
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
+        self.sampled = []
         self.fed = [((row.sampling.seed, row.choice), row.start, len(row.tokens)) for row in rows]
         if len({key for key, _, _ in self.fed}) < len(rows):
             self.faults.append("a row is twice in a step")
@@ -267,4 +269,5 @@ class AuditRunner:
             if row.sampling.logprobs >= 0:
                 result.logprobs = logprob(tags[-1], row.sampling.logprobs)
             self.length[key] += 1
+            self.sampled.append(key)
         return result
