@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -172,7 +172,7 @@ class World:
         assert not self.engine.busy
         self.engine.deadline = math.inf
 
-    def step(self, times: int = 1, *, during: Iterable[ToChild] = ()) -> None:
+    def step(self, times: int = 1, *, during: Iterable[Cancel | Stop] = ()) -> None:
         """`during`: messages that come in while the first of the steps computes."""
         for _ in range(times):
             if self.engine.busy:
@@ -196,8 +196,9 @@ class World:
 
     # ------------------------------------------------------------------------------------------------ what must hold
 
-    def _step(self, during: list[ToChild]) -> None:
+    def _step(self, during: list[Cancel | Stop]) -> None:
         waited, before, ran = self.books.queued(), self.clock.now, set(self.books.running())
+        spoke = {key: len(self.said.get(key, ())) for key in self._live() if any(key[0] == m.id for m in during)}
         self.runner.transfers.clear()
         fed = self.engine.step(lambda: during)
         self.steps += 1
@@ -209,6 +210,8 @@ class World:
         self._progress()
         self._hear()
         self._gone(during)
+        for key, said in spoke.items():
+            assert key not in self.ended or len(self.said.get(key, ())) == said, f"{key} says more after its end was told"
         late = [key for key in self._live() if key in expired]
         assert not late, f"{late} live on after their deadline"
         self.check()
@@ -261,7 +264,7 @@ class World:
     def _expired(self, now: float) -> set[Key]:
         return {key for key in self._live() if (at := self.runner.asked[key[0]].deadline) is not None and at <= now}
 
-    def _gone(self, messages: list[ToChild]) -> None:
+    def _gone(self, messages: Sequence[ToChild]) -> None:
         for message in messages:
             if isinstance(message, Cancel) and message.id in self.runner.asked:
                 left = [key for key in self._live() if key[0] == message.id]

@@ -74,6 +74,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.world.submit(**request, **options)
         self.world.step(times)
 
+    @rule(lanes=st.lists(st.integers(0, 2), min_size=6, max_size=14), own=st.integers(1, 4), times=st.integers(0, 12))
+    def crowd(self, lanes: list[int], own: int, times: int) -> None:
+        """Many small requests: enough to overtake a large one more often than anybody may."""
+        for lane in lanes:
+            self.world.submit(own=own, max_tokens=2, lane=lane)
+        self.world.step(times)
+
     @precondition(lambda self: self.world.engine.busy)
     @rule(times=st.integers(1, 40))
     def step(self, times: int) -> None:
