@@ -1,7 +1,8 @@
 """The traffic, smoothed: what is offered, how long rows are, what prefill and context they bring.
 
-Smoothing keeps 0.9 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its
-mean, on the same side, for two ticks: then the means start again from the last tick. An idle tick changes nothing.
+Lengths and ρ are means over rows, of which each tick keeps 0.9: a tick with few rows says little of them. λ is a mean over time
+and keeps 0.8 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its mean,
+on the same side, for two ticks: then the means start again from the last tick. An idle tick changes nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from weir_operator.tuner.types import Learned, Mix
 from weir_operator.tuner.window import Span, begun
 from weir_server.contract import Window
 
-KEEP = 0.9
+KEEP, KEEP_RATE = 0.9, 0.8
 LOW, HIGH = 0.6, 1.6
 SHIFT_TICKS = 2
 MIN_RATE_ROWS = 20  # a tick with fewer rows says too little of λ to call it a shift
@@ -46,19 +47,20 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
     """The mix after one more tick that brought `rows`, and whether it shifted: one odd tick is enough where it looks like a
     workload that is known."""
     if seen is None or mix is None:
-        return (seen or mix), False
+        return (replace(seen, rows=rows) if seen else mix), False
     side = _side(seen.prefill, mix.prefill) or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
     odd = side * (abs(mix.odd_ticks) + 1 if side * mix.odd_ticks > 0 else 1) if side else 0
     if abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
-        return seen, True
-    ticks = mix.ticks + 1
-    new = max(1.0 - KEEP, 1.0 / ticks)
-    mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("offered", "output", "prefill", "context")}
+        return replace(seen, rows=rows), True
+    ticks, kept = mix.ticks + 1, KEEP * mix.rows
+    new, late = rows / (kept + rows) if rows > 0 else 0.0, max(1.0 - KEEP_RATE, 1.0 / ticks)
+    mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("output", "prefill", "context")}
+    mean["offered"] = (1 - late) * mix.offered + late * seen.offered
     variances = {
         f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * (getattr(seen, k) - getattr(mix, k)) ** 2)
         for k in ("output", "prefill")
     }
-    return replace(mix, ticks=ticks, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
+    return replace(mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
 
 
 def _recognised(seen: Mix, mix: Mix, learned: Sequence[Learned]) -> bool:
