@@ -66,7 +66,7 @@ def walk(seed: int) -> Walk:
     offered = between(0.1, 20)
     mix = Mix(offered, (offered,), between(8, 400), between(0.05, 8), between(10, 3000))
     spread = rng.choice([{1.0: 100.0}, {0.85: 10.0, 0.95: 30.0, 1.0: 30.0, 1.1: 20.0, 1.3: 10.0}])
-    model = Model(plant, mix, {hist_index(v): w for v, w in spread.items()}, {hist_index(2.0): 100.0})
+    model = Model(plant, mix, {hist_index(v): 1e6 * w for v, w in spread.items()}, {hist_index(2.0): 100.0})
     ttft, tpot = between(0.3, 10), rng.uniform(1.05, 4) * model.interval(4)
     path, predicted, direction = [(rng.randint(1, MOST), rng.randint(1, MOST))], [], 0
     for _ in range(4 * MOVES):

@@ -219,3 +219,12 @@ def test_square_waves_do_not_make_it_worse_than_the_defaults(ticks):
     assert run.reversals <= 4
 
 
+
+
+def test_the_worst_loads_that_a_search_has_found_do_no_harm():
+    """O8 on what `make law-fuzz` keeps."""
+    from weir_bench.worst_loads import FILE, harm
+
+    for known in json.loads(FILE.read_text())[:3]:
+        found = harm(known["phases"], known["seed"])
+        assert found["beyond"] <= 0, found
