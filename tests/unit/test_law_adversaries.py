@@ -36,7 +36,7 @@ def test_on_random_plants_the_law_as_shipped_walks_straight_to_within_five_perce
     """A few of those that `make law-plants` walks (100,000)."""
     walks = [walk(seed) for seed in range(30)]
     assert not [(w.seed, why) for w in walks if (why := wrong(w, 0.95))]
-    assert sum(len(w.path) > 1 for w in walks) > 15, "most have a way to go"
+    assert sum(len(w.path) > 1 for w in walks) > 5, "some have a way to go"
 
 
 # ---------------------------------------------------------------- plants that are not affine

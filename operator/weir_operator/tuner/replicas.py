@@ -90,7 +90,7 @@ def decide_replicas(
     state: ReplicaState, pods: Mapping[str, PodView], tuner: TunerState, spec: TunerSpec, replicas: ReplicaSpec, desired: int,
     now: float,
 ) -> ReplicaDecision:
-    """`desired`: how many were asked for until now. Call it at every poll; it looks at the tuner's ticks and acts at its own."""
+    """`desired`: how many were asked for until now. Call it at every poll: it looks at the tuner's ticks, acts at its own."""
     desired = min(max(desired, replicas.least), replicas.most)
     tick = max(LEAST_TICK, SLOWER * spec.tick_seconds)
     answering = {n: v for n, v in pods.items() if fresh(v.polls, now, spec.poll_seconds)}
