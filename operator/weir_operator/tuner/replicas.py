@@ -96,14 +96,15 @@ def decide_replicas(
     answering = {n: v for n, v in pods.items() if fresh(v.polls, now, spec.poll_seconds)}
     since = None if len(answering) >= desired else state.short_since if state.short_since is not None else now
     state = replace(state, short_since=since)
-    if state.next_tick is None or state.next_tick > now + tick:
+    due = state.next_tick
+    if due is None or due > now + tick:
         return ReplicaDecision(replace(state, next_tick=now + tick, looked=now), desired)
-    if now < state.next_tick and now - state.looked < spec.tick_seconds:
+    if now < due and now - state.looked < spec.tick_seconds:
         return ReplicaDecision(state, desired)
     state = replace(state, looked=now)
     offered, capacity = _offered(answering, tick), _capacity(answering, tuner, spec)
     obvious = bool(offered and capacity and offered > OBVIOUS * capacity * desired and desired < replicas.most)
-    if now < state.next_tick and not obvious:
+    if now < due and not obvious:
         return ReplicaDecision(state, desired)
     state = replace(state, next_tick=now + tick)
     known = ReplicaDecision(state, desired, Scaling.UNKNOWN, "", offered, capacity)
