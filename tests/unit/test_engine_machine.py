@@ -227,11 +227,11 @@ def test_a_random_walk_keeps_every_invariant() -> None:
     run_state_machine_as_test(
         EngineMachine,
         settings=settings(
-            max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck),
+            max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck),
             phases=[Phase.reuse, Phase.generate, Phase.shrink],
         ),
     )
-    assert len(moved) == 21 and moved["preempted for kv"] and moved["hits"], moved
+    assert len(moved) == 21 and all(moved.values()), moved
 
 
 def test_a_hash_of_four_bits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
