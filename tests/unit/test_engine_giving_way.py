@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 from engine_kit import CHUNK, RING, SIZE, Kit, expected
 
+from weir_server.engine.core import MANY
 from weir_server.link.messages import DEADLINE_EXCEEDED, Cancel
 from weir_server.policy.queue import PROMOTE_AFTER
 
@@ -273,6 +274,18 @@ def test_a_request_that_ends_in_time_leaves_its_deadline_without_effect() -> Non
     kit.submit(5, 3)
     kit.run()
     assert kit.reason(a) == "length" and kit.stats.deadlines_exceeded == 0
+
+
+def test_deadlines_of_ended_requests_do_not_pile_up() -> None:
+    kit = Kit()
+    for _ in range(300):
+        kit.submit(3, 1, deadline=kit.clock.now + 1000)
+        kit.run()
+    assert len(kit.engine._deadlines) <= MANY + 2
+    late = kit.submit(3, 100, deadline=kit.clock.now + 5)
+    kit.clock.now += 5
+    kit.step()
+    assert kit.ended[late, 0].message == DEADLINE_EXCEEDED
 
 
 def test_a_deadline_that_is_past_at_submission_ends_it_at_once() -> None:

@@ -33,8 +33,9 @@ PREFIXES = [list(range(n, n + 40)) for n in (0, 100, 200)]
 class EngineMachine(RuleBasedStateMachine):
     @initialize(
         blocks=st.integers(15, 40), rows=st.integers(1, 6), watermark=st.sampled_from([0.0, 0.1, 0.5]),
-        tokens=st.sampled_from([1, 3, 5, 8, 16, 24]), chunk=st.sampled_from([None, 0, 1, 5, 16]), grant=st.sampled_from([0, 1, 3]),
-        prefix_cache=st.booleans(), layers=st.sampled_from(LAYERS), swap=st.sampled_from([0, 8, 30]),
+        tokens=st.sampled_from([1, 3, 5, 8, 16, 24]), chunk=st.sampled_from([None, 0, 1, 5, 16]),
+        grant=st.sampled_from([0, 1, 3]), prefix_cache=st.booleans(), layers=st.sampled_from(LAYERS),
+        swap=st.sampled_from([0, 8, 30]),
         prefill_first=st.booleans(), pressure=st.sampled_from(["newest_stalled", "least_progress"]),
         slots=st.sampled_from([None, "longest-first", "lowest-priority"]), newest=st.booleans(),
     )
