@@ -6,12 +6,13 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from control_plane_kit import ASSETS, ROOT, Cluster, resource
+from control_plane_kit import ASSETS, ROOT, Cluster, resource, wait
 from test_rights import another, optional_kinds
 
 CHART = ROOT / "charts/weir"
@@ -108,7 +109,32 @@ def test_a_second_release_is_warned_that_two_would_steer_the_same_pods(cluster: 
     helm("uninstall", "weir", "-n", two)
 
 
-@pytest.mark.parametrize(("value", "words"), [("replicaCount=0", "no operator runs"), ("rbac.create=false", "from elsewhere")])
+@pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
+def test_helm_test_makes_a_resource_then_asks_and_clears_up(cluster: Cluster, helm: Helm, phase: str) -> None:
+    """There is no node: the test says how the pod ended. What the pod does: tests/chart/test_completion_script.py."""
+    own = another(cluster)
+    helm("install", "weir", str(CHART), "-n", own, "--set=crds.install=false")
+    with ThreadPoolExecutor(1) as pool:
+        testing = pool.submit(helm, "test", "weir", "-n", own, "--timeout=60s", check=False)
+        pod = wait(lambda: cluster.get("pod", "weir-test", own), 60, "the pod that asks")
+        served = cluster.get("infd", "weir-test", own)  # before the pod, or it would ask nobody
+        status = {"status": {"phase": phase, "startTime": pod["metadata"]["creationTimestamp"]}}
+        where = ("-n", own, "--subresource=status", "--type=merge", "-p", json.dumps(status))
+        cluster.kubectl("patch", "pod", "weir-test", *where)
+        done = testing.result(90)
+    assert served["spec"]["model"]["source"].startswith("package://")
+    assert (done.returncode == 0) is (phase == "Succeeded"), done.stdout + done.stderr
+    if phase == "Succeeded":
+        wait(lambda: not any(cluster.get(kind, "weir-test", own) for kind in ("infd", "pod")), 30, "nothing is left")
+    else:  # to look at; the next test begins by removing it
+        assert cluster.get("pod", "weir-test", own)
+    helm("uninstall", "weir", "-n", own)
+
+
+UNSAFE = [("replicaCount=0", "no operator runs"), ("rbac.create=false", "from elsewhere")]
+
+
+@pytest.mark.parametrize(("value", "words"), UNSAFE)
 def test_the_notes_warn_of_what_is_unsafe(cluster: Cluster, helm: Helm, value: str, words: str) -> None:
     own = another(cluster)
     args = ("--dry-run=server", "--set=crds.install=false", f"--set={value}")
@@ -125,6 +151,7 @@ COMBINATIONS = {
     "monitoring by pod": "metrics.service.enabled=false,metrics.podMonitor.enabled=true",
     "dashboards": "metrics.dashboards.enabled=true,metrics.dashboards.annotations.grafana_folder=Weir",
     "network policy": "networkPolicy.enabled=true,networkPolicy.apiServer.cidrs={10.0.0.1/32}",
+    "any user": "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null",
     "own account": "serviceAccount.create=false,serviceAccount.name=weir-sa",
     "no rights": "rbac.create=false",
     "registry": f"image.repository=r.example/weir,image.digest=sha256:{'a' * 64},imagePullSecrets[0].name=registry",

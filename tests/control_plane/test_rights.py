@@ -19,6 +19,8 @@ import requests
 import yaml
 from control_plane_kit import ADMIN, ASSETS, ROOT, Cluster, Operator, child, condition, make_ready, resource, token_of, wait
 
+from weir_operator.io.logs import KEYS
+
 HELM = Path(ASSETS, "helm")
 OPTIONAL_CRDS = os.environ.get("WEIR_OPTIONAL_CRDS", "")
 Right = tuple[str, str, str]
@@ -184,7 +186,7 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     values = [f"--set=watch.namespaces={{{namespace}}}", "--set=crds.install=false"] if scope == "namespace" else []
     config = install(cluster, own, *values)
     where = [f"--namespace={namespace}"] if scope == "namespace" else []
-    operator = Operator(cluster, own, kubeconfig=config).start(*where, scope=False)
+    operator = Operator(cluster, own, kubeconfig=config).start(*where, "--log-format=json", scope=False)
 
     cluster.apply(resource(**EVERYTHING, **scaled("HorizontalPodAutoscaler")), namespace)
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "hpa", "podmonitor"}, 60, "children of every kind")
@@ -206,6 +208,9 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
 
     assert denied(cluster, own) == []
     assert "forbidden" not in operator.log.lower()
+    lines = [json.loads(line) for line in operator.log.splitlines()]  # one JSON object each, whoever logged
+    assert {"leading", "lease-released"} <= {line.get("event") for line in lines}
+    assert set().union(*lines) <= {"time", "level", "logger", "message", *KEYS}
     assert granted(own, *values) - used(cluster, own) == set(), "rights that nothing uses"
     secrets = [line for line in asked(cluster, own) if (line.get("objectRef") or {}).get("resource") == "secrets"]
     read = {(line["verb"], line["objectRef"].get("name")) for line in secrets if line["verb"] in ("get", "list", "watch")}
