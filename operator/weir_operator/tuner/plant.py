@@ -31,14 +31,14 @@ def fit(sums: Mapping[str, float], prior: Plant | None) -> Plant | None:
     """The plant that explains `sums` best, or the prior alone, or None where there is neither."""
     if not sums.get("steps"):
         return prior
-    matrix, vector = _normal(sums, prior)
+    matrix, vector = normal_equations(sums, prior)
     scale = [math.sqrt(matrix[i][i]) or 1.0 for i in range(4)]
     best, best_gain = None, 0.0
     for size in range(1, 5):
         for chosen in combinations(range(4), size):
             system = [[matrix[i][j] / scale[i] / scale[j] + (1e-9 if i == j else 0.0) for j in chosen] for i in chosen]
             right = [vector[i] / scale[i] for i in chosen]
-            x = _solve(system, right)
+            x = solve(system, right)
             gain = sum(r * v for r, v in zip(right, x, strict=True)) if x and min(x) >= 0 else 0.0
             if x and gain > best_gain:  # gain = how much of Σy² is explained
                 best_gain, best = gain, {i: v / scale[i] for i, v in zip(chosen, x, strict=True)}
@@ -53,7 +53,7 @@ def _chunk(sums: Mapping[str, float]) -> int:
     return max(1, round(sums["pp"] / sums["prefill_tokens"])) if sums.get("prefill_tokens") else 1
 
 
-def _normal(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[float]], list[float]]:
+def normal_equations(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[float]], list[float]]:
     s = sums
     n, c, p = s["decode_rows"], s["context_tokens"], s["prefill_tokens"]
     matrix = [
@@ -75,7 +75,7 @@ def _normal(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[f
     return matrix, vector
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+def solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     """Gauss with pivoting; None where the system is singular."""
     rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
     size = len(rows)
