@@ -29,6 +29,12 @@ Lease = Annotated[float, typer.Option(
     help="How long a pod keeps tuned knobs when the operator is gone; then it returns to its fallback.",
 )]
 
+Log = Annotated[Path | None, typer.Option(
+    "--decision-log", envvar="WEIR_DECISION_LOG",
+    help="Append every reading and decision to this file as JSON lines, for `weir-operator replay`; - is standard output. "
+    "At 256 MiB the file becomes FILE.1.",
+)]
+
 
 def fail(sentence: str, status: int = 2) -> NoReturn:
     """One line for the user, no traceback."""
@@ -56,7 +62,7 @@ def run(
     health_port: Annotated[int, typer.Option(
         "--health-port", envvar="WEIR_HEALTH_PORT", min=0, max=65535, help="Serves /healthz, /readyz and /metrics.",
     )] = 8082,
-    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+    decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
 ) -> None:
     """Run in a cluster: watch InferenceDeployments, keep their objects as declared, tune their pods.
 
@@ -65,7 +71,7 @@ def run(
     from weir_operator.cli.run import run_operator
 
     settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
-    raise typer.Exit(run_operator(tuple(namespace or ()), server_image, health_port, settings, fail))
+    raise typer.Exit(run_operator(tuple(namespace or ()), server_image, health_port, settings, decision_log, fail))
 
 
 @app.command()
@@ -91,10 +97,7 @@ def local(
     host: Annotated[str, typer.Option("--host", help="Address of the servers.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the first server; 0 = a free one.")] = 8080,
     status_file: Annotated[Path | None, typer.Option("--status-file", help="Keep the status in this file, as JSON.")] = None,
-    decision_log: Annotated[Path | None, typer.Option(
-        "--decision-log", help="Append every reading and decision to this file, for `weir-operator replay`.",
-    )] = None,
-    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+    decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
 ) -> None:
     """Run a manifest on this machine: its servers as processes, tuned as in a cluster. Ctrl-C ends all of them."""
     from weir_operator.cli.local import run_local
@@ -107,15 +110,18 @@ def local(
 
 @app.command()
 def replay(
-    log: Annotated[Path, typer.Argument(help="A file written by `local --decision-log`.")],
+    log: Annotated[Path, typer.Argument(help="A file written with --decision-log, or an excerpt of one.")],
+    with_law: Annotated[str | None, typer.Option(
+        "--with-law", metavar="MODULE:FUNCTION", help="Decide by this function in place of the law, and show where it differs.",
+    )] = None,
 ) -> None:
-    """Run the saved readings through the law once more and compare: the same decisions, or the first that differs.
+    """Run the saved readings through the law once more and compare: the same decisions, or where they differ.
 
-    Exit status: 0 all the same, 1 one differs, 2 the file is no decision log.
+    Exit status: 0 all the same, 1 some differ, 2 the file is no decision log.
     """
     from weir_operator.cli.replay import replay_log
 
-    raise typer.Exit(replay_log(log, fail))
+    raise typer.Exit(replay_log(log, with_law, fail))
 
 
 def _simulate() -> Callable[..., None]:

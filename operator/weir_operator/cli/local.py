@@ -109,7 +109,7 @@ class _Local:
 
     def polled(self, subject: Subject, round_: Round) -> None:
         if self._log:
-            self._log.write(round_)
+            self._log.write(subject.key, round_)
         ticked = bool(round_.records)
         self._records.update({r.pod: r for r in round_.records})
         seen = {name: reading(view, self._settings.tick) for name, view in round_.pods.items()}

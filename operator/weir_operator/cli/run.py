@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
-from weir_operator.loops.operator import OperatorSettings, own_namespace, run
+from weir_operator.loops.operator import Heard, OperatorSettings, own_namespace, run
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
@@ -19,13 +21,18 @@ log = logging.getLogger(__name__)
 
 
 def run_operator(
-    namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, fail: Callable[[str], NoReturn],
+    namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, decision_log: Path | None,
+    fail: Callable[[str], NoReturn],
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit status."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
     try:
-        asyncio.run(_run(settings))
+        decisions = DecisionLog(decision_log) if decision_log else None
+    except OSError as e:
+        fail(f"--decision-log {decision_log}: {e.strerror}")
+    try:
+        asyncio.run(_run(settings, [lambda subject, round_: decisions.write(subject.key, round_)] if decisions else []))
     except Unreachable as e:
         fail(str(e))
     except ApiError as e:
@@ -35,7 +42,7 @@ def run_operator(
     return 0
 
 
-async def _run(settings: OperatorSettings) -> None:
+async def _run(settings: OperatorSettings, listeners: Sequence[Heard]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def take_signals() -> None:
@@ -49,4 +56,4 @@ async def _run(settings: OperatorSettings) -> None:
         await watch(connection, store, queue, settings.namespaces, stop, take_signals)
 
     async with Kube(connection) as kube:
-        await run(settings, kube, watcher, stop)
+        await run(settings, kube, watcher, stop, listeners)
