@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,8 @@ def children(resource: InferenceDeployment, defaults: Defaults) -> list[Manifest
         "progressDeadlineSeconds": START_SECONDS,
         "template": pod_template(resource, defaults),
     })
+    declared = spec.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    deployment["metadata"]["annotations"] = {names.SPEC_ANNOTATION: json.dumps(declared, sort_keys=True)}
     boot = yaml.safe_dump(boot_file(spec), sort_keys=True)
     token = base64.b64encode(defaults.token.encode()).decode()
     return [
