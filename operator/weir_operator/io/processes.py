@@ -108,7 +108,8 @@ class ServerProcess:
                 if time.monotonic() - began > STEADY_SECONDS:
                     delay = FIRST_DELAY
                 self.restarts += 1
-                self.exit = Exit(status, self.last_words(), delay)
+                words = self.last_words() if status >= 0 else f"ended by {signal.Signals(-status).name}"
+                self.exit = Exit(status, words, delay)
                 changed()
                 await asyncio.sleep(delay)
                 delay = min(LONGEST_DELAY, 2 * delay)

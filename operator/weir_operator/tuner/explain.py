@@ -16,7 +16,7 @@ from weir_operator.tuner.case import Case, open_case
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.law import REVERSAL_GAIN, REVERSAL_TICKS, reach_of
 from weir_operator.tuner.plant import fit, normal_equations, solve
-from weir_operator.tuner.setpoint import GAIN, Choice, Reach, choose
+from weir_operator.tuner.setpoint import GAIN, NIL, Choice, Reach, choose
 from weir_operator.tuner.types import Outcome, PodState, PodView, Record, TunerSpec
 from weir_operator.tuner.window import LONGEST, MIN_COMPLETIONS, MIN_INTERVALS, Evidence, back_to, gather
 from weir_server.contract import BOUNDS, Plant, Window
@@ -79,6 +79,7 @@ class Explanation:
     fit: Fit | None = None
     traffic: Mapping[str, float] = field(default_factory=dict)
     settings: tuple[Setting, ...] = ()
+    reachable: bool | None = None  # whether any setting within reach is predicted to meet the objectives
     would_change: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -103,7 +104,8 @@ def explain(
         fit=fit_of(case.state.sums, case.state.prior),
         traffic={k: getattr(mix, k) for k in ("offered", "output", "prefill", "context")} if mix else {},
         settings=_settings(model, spec, reach, choice) if model and reach and choice else (),
-        would_change=tuple(_would_change(case, evidence, reach, choice, record)),
+        reachable=choice.goodput > NIL * model.mix.offered if model and choice else None,
+        would_change=tuple(_would_change(case, evidence, model, reach, choice, record)),
     )
 
 
@@ -112,7 +114,8 @@ def explain(
 def limit_of(windows: Sequence[Window], seconds: float) -> Limit:
     """Over the readings of the last `seconds`: what the head of the queue waited for most, if anybody waited."""
     last, span = windows[-1], back_to(windows, seconds - 1.0)
-    waits = {b: (span.head_wait.get(b, 0.0) / span.seconds if span and span.seconds > 0 else 0.0) for b in BOUNDS}
+    spent = span.head_wait if span and span.seconds > 0 else {}
+    waits = {b: min(1.0, spent.get(b, 0.0) / span.seconds) if span and spent else 0.0 for b in BOUNDS}
     longest = max(BOUNDS, key=lambda b: waits[b])
     what = last.bound or (longest if waits[longest] > 0 else "nothing")
     budget = last.effective.kv_cache_budget
@@ -188,7 +191,8 @@ def _settings(model: Model, spec: TunerSpec, reach: Reach, choice: Choice) -> tu
 # ---------------------------------------------------------------- what would change its mind
 
 def _would_change(
-    case: Case, evidence: Evidence | None, reach: Reach | None, choice: Choice | None, record: Record | None,
+    case: Case, evidence: Evidence | None, model: Model | None, reach: Reach | None, choice: Choice | None,
+    record: Record | None,
 ) -> list[str]:
     """Sentences, the nearest condition first."""
     if gate := _gate(case, evidence):
@@ -201,8 +205,8 @@ def _would_change(
             f"A clean window behind the move to {asked}, made {max(0.0, now - state.pending.at):.0f} s ago: "
             "until it is judged only the queue depth moves."
         )
-    elif reach and choice:
-        said += _about_settings(reach, choice)
+    elif model and reach and choice:
+        said += _about_settings(case.spec, model, reach, choice)
     if record and record.outcome is Outcome.CONFIRMING:
         said.append(f"The next tick: a turn of the batch must gain {REVERSAL_GAIN - 1:.0%} in {REVERSAL_TICKS} ticks running.")
     if state.distrust == 2 and now < state.hold_until:
@@ -234,8 +238,15 @@ def _gate(case: Case, evidence: Evidence | None) -> str | None:
     return None
 
 
-def _about_settings(reach: Reach, choice: Choice) -> list[str]:
-    if choice.stays(reach) or not choice.gains:
+def _about_settings(spec: TunerSpec, model: Model, reach: Reach, choice: Choice) -> list[str]:
+    if choice.goodput <= NIL * model.mix.offered:
+        least = min(reach.batch_limits[0], reach.batch)
+        each = predict(model, spec.ttft or 0.0, spec.tpot or 0.0, least, reach.depth).interval
+        said = [
+            "Objectives that this pod can meet, or less load: no setting in reach meets them. With a batch of "
+            f"{least} a token is predicted to take {each * 1e3:.0f} ms, spec.slo asks for {(spec.tpot or 0.0) * 1e3:.0f} ms."
+        ]
+    elif choice.stays(reach) or not choice.gains:
         said = [
             f"A setting predicted to serve {GAIN * choice.present:.2f} rows/s in time: {GAIN - 1:.0%} above the present "
             f"{choice.present:.2f}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
 
@@ -9,6 +10,7 @@ def main() -> None:
     """Console script `kubectl-infd`; kubectl finds it as `kubectl infd`."""
     from weir_operator.cli.plugin.commands import app
 
+    logging.disable(logging.WARNING)  # the client's own words on a kubeconfig that is not there, beside our one line
     try:
         app(prog_name="kubectl-infd")
     except KeyboardInterrupt:
@@ -19,4 +21,5 @@ def complete() -> None:
     """Console script `kubectl_complete-infd`, which kubectl runs with the words so far where the user presses TAB."""
     from weir_operator.cli.plugin.completion import print_completions
 
+    logging.disable(logging.WARNING)
     print_completions(sys.argv[1:])

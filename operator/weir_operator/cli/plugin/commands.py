@@ -36,8 +36,8 @@ Output = Annotated[str, typer.Option("--output", "-o", help="text, json or yaml.
 Name = Annotated[str, typer.Argument(help="The InferenceDeployment.", autocompletion=resource_names)]
 
 MODES = ("Auto", "Advise", "Disabled")
-console = Console(soft_wrap=True, highlight=False)
-"""Colours on a terminal alone, and never where NO_COLOR says so."""
+console = Console(highlight=False, width=None if sys.stdout.isatty() else 1000)
+"""Colours on a terminal alone, and never where NO_COLOR says so; what is piped is not cut to a width."""
 
 
 def fail(sentence: str, status: int = 2) -> NoReturn:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import os
 import shlex
 from collections.abc import Sequence
@@ -48,6 +49,7 @@ def print_completions(words: Sequence[str]) -> None:
     os.environ.update({
         "_KUBECTL_INFD_COMPLETE": "complete_fish", "_TYPER_COMPLETE_ARGS": line, "_TYPER_COMPLETE_FISH_ACTION": "get-args",
     })
-    with contextlib.suppress(SystemExit):
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
         app(prog_name="kubectl-infd")
-    print(f":{NO_FILES}")
+    print("\n".join([*filter(None, said.getvalue().splitlines()), f":{NO_FILES}"]))

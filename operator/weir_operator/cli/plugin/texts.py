@@ -162,8 +162,8 @@ def advice(pods: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
         settings = pod.get("settings", ())
         present = next((s for s in settings if s["mark"] == "present"), None)
         better = next((s for s in settings if s["mark"] == "best"), None)
-        if present is None:
-            lines.append(f"{pod['pod']}: no advice yet. {' '.join(pod.get('would_change', ()))}".rstrip())
+        if present is None or not pod.get("reachable"):
+            lines.append(f"{pod['pod']}: no advice. {' '.join(pod.get('would_change', ()))}".rstrip())
             continue
         best.append(better or present)
         if better is None:
