@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens clean
+.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens engine-parity clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -38,7 +38,7 @@ demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, t
 test: $(VENV)/.dev  ## every test that this machine can run
 	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
 
-e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (an hour)
+e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (40 minutes, on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/cluster
 
 lint: $(VENV)/.dev  ## ruff
@@ -48,8 +48,11 @@ types: $(VENV)/.dev  ## mypy
 floors: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
-generate: $(VENV)/.dev  ## the CRD, from the typed API, into crds/ and the chart
-	$(BIN)/python -m weir_operator.api.crd .
+generate: $(VENV)/.dev  ## the CRD, reference pages and install manifests, from what they are made of
+	$(BIN)/python hack/generate.py
+
+engine-parity: $(VENV)/.dev  ## greedy text of `run -p` is what the server answers, byte for byte: MODEL=… (SmolLM2 by default)
+	$(if $(MODEL),WEIR_PARITY_MODEL='$(MODEL)') $(BIN)/python -m pytest tests/api/test_engine_parity.py
 
 goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (a few minutes)
 	$(BIN)/python tests/goldens/make.py

@@ -9,40 +9,49 @@ import typer
 
 from weir_server.link.errors import UserError
 
-NOT_YET = (
-    "--quantize", "--max-batch-prefill", "--max-batch-prefill-tokens", "--enable-preemption", "--preemption-policy",
-    "--cpu-offload-space", "--no-batch", "--draft-kind", "--prompt-lookup-max-batch", "--pressure-policy",
-    "--decode-storage-backend", "--q-padding-interval-size", "--kv-padding-interval-size", "--no-cuda-graphs",
-    "--no-async-batching",
-)  # fmt: skip
-"""Flags whose features do not exist yet: refused by name, rather than accepted and ignored."""
+OURS = ("WEIR_", "LLAMA_ARG_", "MLXCEL_")
+"""How the names of variables begin that are settings of ours."""
 
 
 def drop_service_links() -> None:
     """For a Service called `weir` Kubernetes sets WEIR_PORT=tcp://…: such a value is no setting of ours."""
     for name, value in list(os.environ.items()):
-        if name.startswith("WEIR_") and value.startswith(("tcp://", "udp://", "sctp://")):
+        if name.startswith(OURS) and value.startswith(("tcp://", "udp://", "sctp://")):
             print(f"weir-server: {name}={value} is a service link and no setting; ignored", file=sys.stderr)
             del os.environ[name]
 
 
 def refuse_what_is_not_there(arguments: list[str]) -> None:
+    from weir_server.cli.flags import NOT_YET
+
     for argument in arguments:
         if (flag := argument.split("=", 1)[0]) in NOT_YET:
             raise UserError(f"{flag} is not available yet.")
 
 
+def make_app() -> typer.Typer:
+    """All commands."""
+    from weir_server.cli.replay import command as replay
+    from weir_server.cli.serve import command as serve
+    from weir_server.cli.talk import chat, run
+
+    app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
+    app.command("serve")(serve)
+    app.command("run")(run)
+    app.command("chat")(chat)
+    app.command("replay")(replay)
+    return app
+
+
 def main() -> None:
     drop_service_links()
+    if not sys.stdout.isatty():
+        os.environ.setdefault("TERMINAL_WIDTH", "120")  # --help has names longer than the half of 80 columns
     try:
         refuse_what_is_not_there(sys.argv[1:])
-        from weir_server.cli.replay import command as replay
-        from weir_server.cli.serve import command as serve
         from weir_server.http.engine_client import EngineFailed
 
-        app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
-        app.command("serve")(serve)
-        app.command("replay")(replay)
+        app = make_app()
         try:
             app()
         except EngineFailed as e:

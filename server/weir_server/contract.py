@@ -96,6 +96,10 @@ class Plant:
         return self.a + self.b * rows + self.c * context + self.p * prefill
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Attention types, as transformers' `layer_types` call them: the keys of Geometry.blocks_per_chunk."""
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """KV memory units: a chunk is the pool's unit; a block holds `block_tokens` tokens in every layer of one attention type."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -83,6 +84,17 @@ def wait_for(condition: Callable[[], object], seconds: float = 30.0):
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
     return value
+
+
+def held_up(pid: int, thread: int | None = None) -> float:
+    """Seconds that the threads of a process (or one of them) were ready to run and had no processor, as the kernel counts them:
+    what a crowded machine takes, and the process is not to blame for. 0 where the kernel does not count.
+    """
+    total = 0
+    for task in Path(f"/proc/{pid}/task").glob(f"{thread or '*'}/schedstat"):
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            total += int(task.read_text().split()[1])
+    return total / 1e9
 
 
 def alive(pid: int) -> bool:

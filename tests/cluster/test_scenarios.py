@@ -39,7 +39,7 @@ async def test_tuned_beats_boot_values_in_turns_and_by_the_batch_not_the_queue_a
         await declare(deployment, sizing.objectives)
         turns = {"Advise": [], "Auto": []}
         tuned: dict[str, int] = {}
-        for mode, seconds in (("Advise", 120), ("Auto", 300), ("Advise", 120), ("Auto", 300)):
+        for mode, seconds in (("Advise", 90), ("Auto", 240), ("Advise", 90), ("Auto", 240)):
             report = await phase(deployment, mode, seconds, sizing.rate, sizing.objectives, tmp_path)
             turns[mode].append(goodput(report, sizing.objectives, since=seconds / 3))
             tuned = (await deployment.control("state"))["effective"] if mode == "Auto" else tuned
@@ -53,8 +53,8 @@ async def test_tuned_beats_boot_values_in_turns_and_by_the_batch_not_the_queue_a
             return (await deployment.control("state"))["effective"]["max_queue_depth"] == tuned["max_queue_depth"]
 
         await eventually(queue_alone, "the boot batch with the tuned queue depth")
-        report = await phase(deployment, "Advise", 300, sizing.rate, sizing.objectives, tmp_path)
-        alone = goodput(report, sizing.objectives, since=100)
+        report = await phase(deployment, "Advise", 240, sizing.rate, sizing.objectives, tmp_path)
+        alone = goodput(report, sizing.objectives, since=80)
         assert turns["Auto"][-1] >= 1.15 * alone, f"tuned {turns['Auto'][-1]:.0%}, with the tuned queue depth alone {alone:.0%}"
 
 
@@ -68,8 +68,8 @@ async def test_a_batch_that_is_too_large_is_cut(release: str, namespace: str, tm
         objectives = Objectives(ttft=max(2.0, 25 * interval(plant, MIX, 5)), tpot=round(1.05 * interval(plant, MIX, 5), 3))
         await declare(deployment, objectives)
         rate = 1.4 * capacity(plant, MIX, 5)
-        before = goodput(await phase(deployment, "Advise", 120, rate, objectives, tmp_path), objectives, since=40)
-        after = goodput(await phase(deployment, "Auto", 300, rate, objectives, tmp_path), objectives, since=100)
+        before = goodput(await phase(deployment, "Advise", 90, rate, objectives, tmp_path), objectives, since=30)
+        after = goodput(await phase(deployment, "Auto", 240, rate, objectives, tmp_path), objectives, since=80)
         effective = (await deployment.control("state"))["effective"]
         assert effective["max_batch_size"] < 16, effective
         assert after > before, f"cut {after:.0%}, at boot values {before:.0%}"

@@ -85,7 +85,8 @@ class Cluster:
         """What the operator wrote to this namespace, Leases aside, as audited."""
         lines = [json.loads(line) for line in self.audit.read_text().splitlines()]
         found = [line for line in lines if (line.get("objectRef") or {}).get("namespace") == namespace]
-        ours = [line for line in found if "kubectl" not in line["userAgent"] and "kube-controller" not in line["userAgent"]]
+        others = ("kubectl", "kube-controller", "kube-apiserver")  # the last one tells of Services' addresses
+        ours = [line for line in found if not line["userAgent"].startswith(others)]
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
     def log(self, name: str) -> str:

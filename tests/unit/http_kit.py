@@ -23,7 +23,7 @@ from weir_server.http.service import Model, Options, Service
 from weir_server.link.messages import Boot
 from weir_server.text.defaults import GenerationDefaults
 from weir_server.text.template import ChatTemplate
-from weir_server.text.tokenizer import Tokenizer
+from weir_server.text.tokenizer import Tokenizer, _byte_level
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE = 20.0
@@ -39,7 +39,7 @@ def byte_tokenizer() -> Tokenizer:
     core = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    return Tokenizer(core, [core.decode([i]).encode() for i in range(256)], frozenset())
+    return Tokenizer(core, [_byte_level(c) for c in alphabet], frozenset())
 
 
 class Told:

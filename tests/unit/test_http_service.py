@@ -16,7 +16,7 @@ from weir_server.contract import BUSY_BODY
 from weir_server.engine.rows import Row
 from weir_server.http import lifecycle, service
 from weir_server.http.engine_client import EngineClient
-from weir_server.link.messages import Sampling, Submit
+from weir_server.link.messages import Sampling, Stats, Submit
 from weir_server.model.files import ModelError
 
 RETRY = {"x-stainless-retry-count": "1"}
@@ -32,13 +32,13 @@ async def kit() -> AsyncIterator[Kit]:
 
 @pytest.mark.parametrize("body", [{"prompt": ["a"] * 5000}, {"prompt": "a", "n": 65}, {"prompt": [[5]] * 33, "n": 2}])
 async def test_too_many_rows_are_refused_before_any_is_tokenised(kit: Kit, monkeypatch: pytest.MonkeyPatch, body: Any):
-    monkeypatch.setattr("weir_server.http.generate.encode", None)
+    monkeypatch.setattr("weir_server.http.ask.encode", None)
     status, answer, _ = await kit.post(COMPLETION, body)
     assert status == 400 and "at most 64 rows" in answer["error"]["message"]
 
 
 async def test_a_list_of_ids_is_refused_by_its_length_before_each_id_is_looked_at(kit: Kit, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("weir_server.http.generate.check_ids", None)
+    monkeypatch.setattr("weir_server.http.ask.check_ids", None)
     status, answer, _ = await kit.post(COMPLETION, {"prompt": [1] * 100_000})
     assert status == 400 and answer["error"]["code"] == "context_length"
 
@@ -227,6 +227,28 @@ async def test_a_budget_above_what_memory_leaves_is_a_422(kit: Kit):
     assert (await kit.put(knobs={"kv_cache_budget": 900 * chunk}))[0] == 200
 
 
+async def test_an_expired_lease_takes_no_memory_that_is_not_there(kit: Kit, caplog: pytest.LogCaptureFixture):
+    """No write asks for it, so nobody could be told 422: the budget stays as low as it has to."""
+    kv = kit.service
+    chunk, before = kv.ready.geometry.chunk_bytes, kv.board.fallback.kv_cache_budget
+    assert (await kit.put(knobs={"kv_cache_budget": 100 * chunk}, lease_seconds=0.2))[0] == 200
+    kv.memory_limit = kv.memory_used() + service.HEADROOM + 300 * chunk
+    await kit.until(lambda: kv.board.expirations == 1)
+    assert 100 * chunk < kv.board.target.kv_cache_budget < 400 * chunk < before
+    kv.memory_limit = None
+    await kit.until(lambda: kv.board.target.kv_cache_budget == before)
+    assert "memory has room again" in caplog.text
+
+
+async def test_the_engines_memory_is_known_before_it_reports(kit: Kit):
+    """Missing is not zero: room that only seems to be there would be given away."""
+    kv = kit.service
+    kv.book.stats = Stats()
+    assert kv.ready.memory_used > 1 << 20
+    kv.memory_limit = 1 << 40
+    assert kv.budget_room() < (1 << 40) - kv.ready.memory_used
+
+
 async def test_the_pools_own_memory_is_not_counted_against_it(kit: Kit, monkeypatch: pytest.MonkeyPatch):
     kv = kit.service
     assert (await kit.post(COMPLETION, {"prompt": "a" * 800, "max_tokens": 1}))[0] == 200
@@ -280,7 +302,7 @@ async def test_a_tokenizer_that_cannot_be_read_is_told_while_the_engine_still_lo
         raise ModelError("no tokenizer")
 
     with pytest.raises(ModelError, match="no tokenizer"):
-        await asyncio.wait_for(lifecycle._load(Loading(), broken), PATIENCE)
+        await asyncio.wait_for(lifecycle.load(Loading(), broken), PATIENCE)
 
 
 # ------------------------------------------------------------------------------------------------ metrics

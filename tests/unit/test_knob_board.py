@@ -129,3 +129,24 @@ def test_declared_start_values_move_to_the_nearest_bound():
     assert within(ENVELOPE, {"max_batch_size": 900, "kv_cache_budget": 50, "max_queue_depth": 7}, 100) == {
         "max_batch_size": 64, "kv_cache_budget": 300, "max_queue_depth": 7,
     }  # fmt: skip
+
+
+def test_no_way_back_to_the_fallback_raises_the_budget_above_what_memory_has():
+    """A lease that expires, one that is given back, and start values: all are cut to the room, and whole once there is room."""
+    b = board()
+    b.put(write(knobs={"kv_cache_budget": 500}, fallback={"kv_cache_budget": 1800, "max_queue_depth": 7}), 0.0)
+    assert b.tick(60.0, budget_room=950) and (b.target.kv_cache_budget, b.target.max_queue_depth) == (900, 7)
+    assert not b.tick(61.0, budget_room=1750), "no steps on the way"
+    assert b.tick(62.0, budget_room=1800) and b.target == b.fallback and not b.tick(63.0, budget_room=0)
+    b.put(write(seq=2, knobs={"kv_cache_budget": 400}), 70.0)
+    b.put(write(seq=3, lease=0), 71.0, budget_room=650)
+    assert b.target.kv_cache_budget == 600 and b.expirations == 1
+    started = KnobBoard("me", ENVELOPE, BOOT, Slo(1, 1), 100, engine=BOOT.merged({"kv_cache_budget": 700}), budget_room=850)
+    assert started.target == BOOT.merged({"kv_cache_budget": 800}) and started.boot == started.fallback == BOOT
+    assert started.tick(1.0, budget_room=None) and started.target == BOOT
+
+
+def test_a_fallback_lower_than_what_is_in_force_needs_no_room():
+    b = board()
+    b.put(write(fallback={"kv_cache_budget": 400}), 0.0)
+    assert b.tick(60.0, budget_room=0) and b.target.kv_cache_budget == 400

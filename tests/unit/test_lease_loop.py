@@ -154,7 +154,6 @@ async def test_a_write_is_given_up_when_the_hold_ends() -> None:
     with pytest.raises(NotLeader):
         async with asyncio.timeout(10):
             await Writer(black, lambda: 0.02).patch_spec("ns", "a", {}, "m")
-    await Writer(black, lambda: 0.02).event({"metadata": {"uid": "u", "name": "a", "namespace": "ns"}}, "KnobsMoved", "x")
 
 
 async def test_of_two_that_reach_for_a_free_lease_one_gets_it(bench: Bench) -> None:

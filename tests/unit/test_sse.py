@@ -38,7 +38,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         async def handler(request: web.Request) -> web.StreamResponse:
             try:
-                response = await sse.stream(request, c, CompletionShape("x", "m", BYTES, False), False)
+                response = await sse.stream(request, c, CompletionShape("x", "m", BYTES), False)
                 ended.set_result(None)
             except Exception as e:
                 ended.set_result(e)

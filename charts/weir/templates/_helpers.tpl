@@ -33,6 +33,21 @@ app.kubernetes.io/component: operator
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
+{{- define "weir.many" -}}
+{{- if gt (int .Values.replicaCount) 1 }}yes{{ end -}}
+{{- end -}}
+
+{{- define "weir.testnamespace" -}}
+{{- .Values.test.namespace | default (first (append .Values.watch.namespaces .Release.Namespace)) -}}
+{{- end -}}
+
+{{- define "weir.testname" -}}
+{{- printf "%s-test" (include "weir.fullname" . | trunc 47 | trimSuffix "-") -}}
 {{- end -}}
 
 {{- define "weir.image" -}}
@@ -44,7 +59,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- end -}}
 {{- end -}}
 
-{{- /* What the operator does to the resources and their children: written in one place, bound per cluster or per namespace. */ -}}
+{{- /* What the operator does to the resources and their children: written in one place, bound per cluster or per namespace.
+A child that may be asked for and not asked for is deleted by name; the others go with their owner. */ -}}
 {{- define "weir.rules" -}}
 - apiGroups: [weir.dev]
   resources: [inferencedeployments]
@@ -56,8 +72,11 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
   resources: [deployments]
   verbs: [get, list, watch, create, patch]
 - apiGroups: [""]
-  resources: [services, serviceaccounts, configmaps]
+  resources: [serviceaccounts, configmaps]
   verbs: [get, list, watch, create, patch]
+- apiGroups: [""]
+  resources: [services, persistentvolumeclaims]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [secrets] # written, never read
   verbs: [create, patch]
@@ -67,4 +86,19 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 - apiGroups: [""]
   resources: [events]
   verbs: [get, create, patch]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [autoscaling]
+  resources: [horizontalpodautoscalers]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [monitoring.coreos.com] # where the cluster has them
+  resources: [podmonitors]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [keda.sh]
+  resources: [scaledobjects]
+  verbs: [get, list, watch, create, patch, delete]
 {{- end -}}

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
@@ -62,6 +62,9 @@ def run(
     health_port: Annotated[int, typer.Option(
         "--health-port", envvar="WEIR_HEALTH_PORT", min=0, max=65535, help="Serves /healthz, /readyz and /metrics.",
     )] = 8082,
+    log_format: Annotated[Literal["text", "json"], typer.Option(
+        "--log-format", envvar="WEIR_LOG_FORMAT", help="Log lines for people, or one JSON object a line.",
+    )] = "text",
     decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
 ) -> None:
     """Run in a cluster: watch InferenceDeployments, keep their objects as declared, tune their pods.
@@ -71,7 +74,8 @@ def run(
     from weir_operator.cli.run import run_operator
 
     settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
-    raise typer.Exit(run_operator(tuple(namespace or ()), server_image, health_port, settings, decision_log, fail))
+    namespaces = tuple(namespace or ())
+    raise typer.Exit(run_operator(namespaces, server_image, health_port, settings, log_format, decision_log, fail))
 
 
 @app.command()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,20 +11,19 @@ from typing import NoReturn
 from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
+from weir_operator.io.logs import setup
 from weir_operator.loops.operator import Heard, OperatorSettings, own_namespace, run
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
 
-log = logging.getLogger(__name__)
-
 
 def run_operator(
-    namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, decision_log: Path | None,
-    fail: Callable[[str], NoReturn],
+    namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
+    decision_log: Path | None, fail: Callable[[str], NoReturn],
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit status."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    setup(log_format)
     settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
     try:
         decisions = DecisionLog(decision_log) if decision_log else None

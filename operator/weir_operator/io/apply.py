@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
-import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -18,9 +17,8 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from weir_operator.api import names
-from weir_operator.io.kube import APPLY, MERGE, ApiError, Unreachable, path
+from weir_operator.io.kube import APPLY, MERGE, ApiError, path
 
-log = logging.getLogger(__name__)
 KEY_SECRET = "weir-operator-key"
 
 
@@ -94,8 +92,8 @@ class Writer:
         target = path(names.KIND, meta["namespace"], meta["name"])
         return dict(await self._write("PUT", target, {**raw, "spec": spec}, fieldManager=manager))
 
-    async def event(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False) -> None:
-        """One Event object for each resource and reason: a repeat raises its count. A lost Event is no error."""
+    async def event(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False, times: int = 1) -> None:
+        """One Event object for each resource and reason: a repeat raises its count by `times`. Raises what a write raises."""
         meta, now = raw["metadata"], utc_now()
         digest = hashlib.sha256(f"{meta['uid']}|{reason}".encode()).hexdigest()[:16]
         target = path("Event", meta["namespace"])
@@ -106,21 +104,17 @@ class Writer:
                 "apiVersion": names.API_VERSION, "kind": names.KIND, "name": meta["name"], "namespace": meta["namespace"],
                 "uid": meta["uid"],
             },
-            "reason": reason, "message": message[:1024], "type": "Warning" if warning else "Normal", "count": 1,
+            "reason": reason, "message": message[:1024], "type": "Warning" if warning else "Normal", "count": times,
             "firstTimestamp": now, "lastTimestamp": now, "source": {"component": names.FIELD_MANAGER},
         }
         try:
-            try:
-                await self._write("POST", target, body)
-            except ApiError as e:
-                if e.reason != "AlreadyExists":
-                    raise
-                known = await self._kube.get("Event", meta["namespace"], name)
-                count = (known or {}).get("count", 1) + 1
-                again = {"count": count, "lastTimestamp": now, "message": message[:1024]}
-                await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
-        except (ApiError, NotLeader, Unreachable) as e:
-            log.warning("event %s for %s not written: %s", reason, meta["name"], e)
+            await self._write("POST", target, body)
+        except ApiError as e:
+            if e.reason != "AlreadyExists":
+                raise
+            known = await self._kube.get("Event", meta["namespace"], name)
+            again = {"count": (known or {}).get("count", 0) + times, "lastTimestamp": now, "message": message[:1024]}
+            await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
 
     async def control_key(self, namespace: str) -> bytes:
         """The key that pods' tokens are made from: a Secret of the operator's own namespace, made here if absent."""

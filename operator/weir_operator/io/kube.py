@@ -18,7 +18,7 @@ from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
 from weir_operator.api import names
-from weir_operator.io.metrics import API_CALLS
+from weir_operator.io.metrics import API_CALLS, verb
 
 REQUEST_SECONDS = 30.0
 APPLY = "application/apply-patch+yaml"
@@ -119,6 +119,7 @@ class Kube:
     ) -> dict[str, Any]:
         """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
         headers = {"Accept": "application/json", "Content-Type": content_type}
+        called = verb(method, target, content_type)
         try:
             prepared = await self._client.param_serialize(
                 method, target, query_params=list((query or {}).items()), header_params=headers, body=body,
@@ -127,9 +128,9 @@ class Kube:
             answer = await self._client.call_api(*prepared, _request_timeout=REQUEST_SECONDS)
             text = await answer.read()
         except (TimeoutError, aiohttp.ClientError, OSError) as e:
-            API_CALLS.labels(method, "none").inc()
+            API_CALLS.labels(called, "none").inc()
             raise Unreachable(f"the API server does not answer: {e or type(e).__name__}") from None
-        API_CALLS.labels(method, str(answer.status)).inc()
+        API_CALLS.labels(called, str(answer.status)).inc()
         if answer.status < 300:
             return dict(json.loads(text)) if text else {}
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
-from weir_operator.io.metrics import LEADER
+from weir_operator.io.metrics import LEADER, TAKEOVERS
 
 log = logging.getLogger(__name__)
 LEASE_NAME = "weir-operator"
@@ -67,7 +67,7 @@ class LeaseLoop:
                         await self._turn()
                     pause = RENEW_SECONDS if self.held() else RETRY_SECONDS
                 except (ApiError, Unreachable, TimeoutError) as e:
-                    log.warning("lease: %s", str(e) or f"no answer in {TURN_SECONDS:.0f} s")
+                    log.warning("lease: %s", str(e) or f"no answer in {TURN_SECONDS:.0f} s", extra={"event": "lease-trouble"})
                 LEADER.set(self.held())
                 await asyncio.sleep(pause)
         finally:
@@ -117,7 +117,8 @@ class LeaseLoop:
         fresh = not self.held() or epoch != self._epoch
         self._lease, self._epoch, self._until = lease, epoch, asked + LEASE_SECONDS - MARGIN
         if fresh:
-            log.info("leading, epoch %d", epoch)
+            TAKEOVERS.inc()
+            log.info("leading, epoch %d", epoch, extra={"event": "leading"})
             self._led()
 
     async def _give_back(self) -> None:
@@ -128,6 +129,6 @@ class LeaseLoop:
         try:
             async with asyncio.timeout(3):
                 await self._writer.update_lease(self._lease, spec)
-            log.info("lease given back")
+            log.info("lease given back", extra={"event": "lease-released"})
         except (ApiError, Unreachable, TimeoutError) as e:
-            log.warning("lease not given back: %s", e)
+            log.warning("lease not given back: %s", e, extra={"event": "lease-trouble"})

@@ -17,7 +17,7 @@ from weir_operator.api import names
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
-from weir_operator.io.metrics import WATCH_LAG
+from weir_operator.io.metrics import KNOWN, WATCH_LAG
 from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
 from weir_operator.loops.health import serve
 from weir_operator.loops.lease import LeaseLoop
@@ -59,12 +59,8 @@ def own_namespace() -> str:
 class ClusterSink:
     """Reports go to the status by way of a pass; moves become Events."""
 
-    def __init__(
-        self, reconciler: Reconciler, queue: WorkQueue, store: Store, tasks: set[asyncio.Task[None]],
-        listeners: Sequence[Heard],
-    ) -> None:
-        self._reconciler, self._queue, self._store, self._tasks = reconciler, queue, store, tasks
-        self._listeners = listeners
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store, listeners: Sequence[Heard]) -> None:
+        self._reconciler, self._queue, self._store, self._listeners = reconciler, queue, store, listeners
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
         self._reconciler.reports[subject.identity] = news
@@ -78,9 +74,7 @@ class ClusterSink:
             if raw is None or move.pod in round_.failed:
                 continue
             message = f"{', '.join(f'{k}={v:g}' for k, v in sorted(move.knobs.items()))} ({move.rule})"
-            task = asyncio.create_task(self._reconciler.writer.event(raw, "KnobsMoved", message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._reconciler.events.tell(raw, "KnobsMoved", message)
 
 
 class Subjects:
@@ -144,7 +138,7 @@ class Resync:
             except (ApiError, Unreachable) as e:
                 absent = isinstance(e, ApiError) and e.status == 404
                 self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
-                log.warning("resync: %s", self.wrong)
+                log.warning("resync: %s", self.wrong, extra={"event": "resync-failed"})
             enqueue_all(self._reconciler.store, self._queue)
             await asyncio.sleep(RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
 
@@ -172,6 +166,7 @@ async def run(
     raised if it failed."""
     store, rounds = Store(), Rounds()
     WATCH_LAG.set_function(store.lag)
+    KNOWN.resources, KNOWN.heard = store.resources, lambda: store.heard
     lease: LeaseLoop
     writer = Writer(kube, lambda: lease.left())
     key = await Writer(kube).control_key(settings.own_namespace)
@@ -198,12 +193,11 @@ async def run(
         return None
 
     health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong, rounds.explained)
-    events: set[asyncio.Task[None]] = set()
     try:
         async with ControlClient() as client:
-            sink = ClusterSink(reconciler, queue, store, events, (rounds.heard, *listeners))
+            sink = ClusterSink(reconciler, queue, store, (rounds.heard, *listeners))
             tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
-            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), heartbeat()]
+            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), reconciler.events.run(), heartbeat()]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
                 for parts in (writers, [lease.run()], [watch(store, queue, stop)])

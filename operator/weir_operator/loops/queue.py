@@ -67,9 +67,10 @@ class WorkQueue:
         except Exception as e:
             count = self._failures[key] = self._failures.get(key, 0) + 1
             delay = min(LONGEST_DELAY, FIRST_DELAY * 2 ** min(count - 1, 10)) * random.uniform(0.8, 1.2)
-            RECONCILES.labels("retry").inc()
-            log.log(logging.INFO if isinstance(e, Retry) else logging.ERROR, "%s: again in %.0f s: %s", key, delay, e,
-                    exc_info=None if isinstance(e, Retry) else e)
+            expected = isinstance(e, Retry)
+            RECONCILES.labels("retry" if expected else "error").inc()
+            log.log(logging.INFO if expected else logging.ERROR, "%s: again in %.0f s: %s", key, delay, e,
+                    exc_info=None if expected else e, extra={"event": "retry", "resource": key})
             self.add(key, delay)
         finally:
             self._running.discard(key)

@@ -20,9 +20,11 @@ from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import NotLeader, Writer, utc_now
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
+from weir_operator.loops.events import Recorder
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
 from weir_operator.plan.manifests import Defaults, Manifest, children
+from weir_operator.plan.news import news
 from weir_operator.plan.plan import SpecError, parse
 from weir_operator.plan.status import Observed, TuningReport, invalid_status, status
 
@@ -69,6 +71,10 @@ class Reconciler:
     reports: dict[tuple[str, str], TuningReport] = field(default_factory=dict)
     _applied: dict[tuple[str, str, str], Applied] = field(default_factory=dict)
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
+    events: Recorder = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = Recorder(self.writer)
 
     async def __call__(self, key: str) -> None:
         """One pass. The status is written whatever came of it. Raises Retry where it has to be tried again."""
@@ -107,8 +113,6 @@ class Reconciler:
             since = self._failing.setdefault(key, time.monotonic())
             if not e.passing or time.monotonic() - since >= LASTING_SECONDS:
                 trouble = Condition("Ready", False, "ApplyRefused", e.message[:1000])
-                if not any(c.get("message") == trouble.message for c in resource.status.get("conditions", ())):
-                    await self.writer.event(raw, "ApplyRefused", e.message, warning=True)
         await self._write_status(raw, status(resource, self._observed(resource, trouble, again is None)))
         if again:
             raise Retry(again)
@@ -153,6 +157,8 @@ class Reconciler:
             return
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
+            for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
+                self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
             if e.status == 404:
                 return

@@ -39,9 +39,11 @@ class Store:
         self._objects: dict[str, dict[str, Object]] = {}
         self._pods: dict[str, set[str]] = {}
         self._untold: dict[tuple[str, str], float] = {}  # what a list showed and no watch has told: since when
+        self.heard: dict[str, float] = {}  # Unix time of each kind's last news from a watch
 
     def told(self, kind: str, obj: Object, deleted: bool) -> None:
         """A watch's event."""
+        self.heard[kind] = time.time()
         self._untold.pop((kind, key_of(obj["metadata"]["namespace"], obj["metadata"]["name"])), None)
         (self.drop if deleted else self.put)(kind, obj)
 

@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS
+from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS, READ_AT
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
 from weir_operator.plan.status import TuningReport
@@ -79,6 +79,18 @@ def _show(key: str, name: str, pod: Pod | None) -> None:
                 KNOB.remove(*labels)
 
 
+def _show_reading(key: str, ready: Sequence[Pod]) -> None:
+    """When the ready pod that was read longest ago was last read; never read, it counts from the first attempt."""
+    labels = key.split("/", 1)
+    if ready:
+        READ_AT.labels(*labels).set(min(
+            next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready
+        ))
+    else:
+        with contextlib.suppress(KeyError):
+            READ_AT.remove(*labels)
+
+
 class TunerLoop:
     """Steers every subject each poll interval. One that fails does not touch the others; one that hangs holds back the next
     poll of all of them, by the few seconds that a request may take."""
@@ -108,6 +120,7 @@ class TunerLoop:
         for gone in set(self._steerings) - known:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
+            _show_reading(gone[0], [])
         results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
         for subject, result in zip(subjects, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
@@ -129,6 +142,7 @@ class TunerLoop:
         for name, pod in steering.pods.items():
             POLLS.labels("silent" if pod.silent else "ok").inc()
             _show(subject.key, name, pod)
+        _show_reading(subject.key, [steering.pods[e.name] for e in subject.endpoints if e.ready])
         views = {name: pod.view(name) for name, pod in steering.pods.items()}
         decision = decide(steering.state, views, spec, now)
         failed = await self._apply(subject, steering, spec, decision, now)
@@ -172,7 +186,12 @@ class TunerLoop:
             DECISIONS.labels(record.rule, record.outcome.value).inc()
             if record.changes and record.outcome is not Outcome.ADVISED:
                 level = logging.WARNING if record.outcome is Outcome.NOT_SET else logging.INFO
-                log.log(level, "%s: %s: %s (%s): %s", subject.key, record.pod, record.outcome, record.rule, record.reason)
+                said = {
+                    "event": "decision", "resource": subject.key, "pod": record.pod, "rule": record.rule,
+                    "outcome": record.outcome.value, "changes": record.changes,
+                }
+                log.log(level, "%s: %s: %s (%s): %s", subject.key, record.pod, record.outcome, record.rule, record.reason,
+                        extra=said)
         steering.outcomes = {name: r for name, r in steering.outcomes.items() if name in steering.pods}
 
     def _publish(self, subject: Subject, steering: Steering, now: float) -> None:

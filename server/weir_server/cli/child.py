@@ -33,7 +33,11 @@ def main(argv: list[str]) -> int:
         signal.signal(s, signal.SIG_IGN)
     level = os.environ.get("WEIR_LOG_LEVEL", "info").upper()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    channel = Channel(socket.socket(fileno=int(argv[1])))
+    return run_over(Channel(socket.socket(fileno=int(argv[1]))))
+
+
+def run_over(channel: Channel) -> int:
+    """The engine's whole life at our end of a channel; the exit status."""
     try:
         return _serve(channel)
     except ChannelClosed:

@@ -40,6 +40,7 @@ class Model(Protocol):
 
     context_length: int
     weights_bytes: int
+    window: int | None  # tokens that a sliding layer sees, as exec.interface.Runner says: rings are sized by it at boot
     decode_path: str
 
     @property
@@ -82,7 +83,7 @@ def run(boot: Boot, channel: Channel) -> None:
             model=model.model, vocab_size=runner.vocab_size, context_per_slot=plan.config.context_per_slot,
             max_servable=min(plan.config.context_per_slot, usable * boot.page_size), envelope=envelope,
             geometry=runner.geometry, usable_blocks=usable, boot=engine.target, plant=plant, plant_steps=steps,
-            sizing=plan.sizing.lines, load_seconds=time.monotonic() - started,
+            sizing=plan.sizing.lines, load_seconds=time.monotonic() - started, memory_used=memory_used(),
         )
     )
     loop(engine, channel)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weir_server.contract import Geometry
+from weir_server.contract import FULL, SLIDING, Geometry
 from weir_server.link.messages import Sampling, TokenLogprobs
 
 
@@ -29,7 +29,7 @@ class RowWork:
     sample: bool
     sampling: Sampling
     choice: int  # which of the request's n rows
-    context: Sequence[int]  # all tokens of the row up to and including `tokens`: for penalties
+    context: Sequence[int]  # the row up to and including `tokens` (penalties); with prompt_logprobs at least the whole prompt
     prompt_len: int  # of the user's prompt: what follows it in `context` was generated
     ring: Sequence[int] = ()
     prompt_logprobs: int = -1  # k ≥ 0: logprobs, with the k best, of the prompt token after each of `tokens`
@@ -45,8 +45,7 @@ class RowResult:
     prompt_logprobs: list[TokenLogprobs] | None = None  # one for each fed token that another prompt token follows
 
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-"""Attention types, as transformers' `layer_types` call them: the keys of Geometry.blocks_per_chunk."""
+__all__ = ["FULL", "SLIDING", "RowResult", "RowWork", "Runner"]
 
 
 class Runner(Protocol):

@@ -59,6 +59,7 @@ class NullModel:
 
     context_length = CONTEXT
     weights_bytes = 0
+    window: int | None = None
     decode_path = "null"
     model: dict[str, str | int | float | bool | None] = {"family": "null", "vocab_size": VOCAB, "decode_path": decode_path}
 

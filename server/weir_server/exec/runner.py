@@ -64,6 +64,7 @@ class LoadedModel:
     """A model in memory, not yet given a pool. `weights_bytes`: anonymous memory that its weights hold."""
 
     decode_path = "native batched forward"
+    window: int | None = None  # tokens that a sliding layer sees, as exec.interface.Runner says
 
     def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
         self.boot, self.decoder, self.config = boot, decoder, decoder.config

@@ -12,7 +12,18 @@ from weir_server.contract import Geometry, Knobs, Plant
 from weir_server.http.gate import Load, Pace
 from weir_server.http.live import Call, Entry, LiveRow
 from weir_server.http.observe import Observations, Row
-from weir_server.link.messages import Admitted, Cancel, Finished, Report, Stats, Stop, Submit, ToChild, Tokens
+from weir_server.link.messages import (
+    Admitted,
+    Cancel,
+    Finished,
+    PromptLogprobs,
+    Report,
+    Stats,
+    Stop,
+    Submit,
+    ToChild,
+    Tokens,
+)
 from weir_server.text.detok import RowText
 from weir_server.text.tokenizer import Tokenizer
 
@@ -42,12 +53,13 @@ class Book:
 
     # ---- the queue
 
-    def queue(self, call: Call, stops: Sequence[str]) -> None:
+    def queue(self, call: Call) -> None:
         """Hand a call to the engine; from here on each of its rows gets exactly one terminal event."""
         for submit in call.submits:
+            limit, echo = submit.sampling.max_tokens * call.generates, call.prompts.get(submit.id) if call.echo else None
             for choice in range(submit.n):
-                seen, text = Row(call.arrived, len(submit.prompt)), RowText(self._tokenizer, stops)
-                row = LiveRow(call, submit.id, choice, len(call.rows), submit.sampling.max_tokens, seen, text)
+                seen, text = Row(call.arrived, len(submit.prompt)), RowText(self._tokenizer, call.stops)
+                row = LiveRow(call, submit.id, choice, len(call.rows), limit, seen, text, echo)
                 call.rows.append(row)
                 self.rows[submit.id, choice] = row
             self._send(submit)
@@ -76,6 +88,9 @@ class Book:
                         self._tokens(row, event)
                     case Admitted():
                         self._admitted(row, event)
+                    case PromptLogprobs():
+                        row.call.prompts[event.id].tell(event.start, event.logprobs)
+                        continue  # they go out with the row's first token
                     case Finished():
                         self._finished(row, event)
                 row.call.wake.set()
@@ -101,8 +116,9 @@ class Book:
 
     def _tokens(self, row: LiveRow, event: Tokens) -> None:
         before = row.text.tokens
+        row.put_prompt()
         for i, token in enumerate(event.ids):
-            if row.reason is not None:
+            if row.reason is not None or row.text.tokens >= row.limit:
                 self.seen.surplus_tokens += 1
                 continue
             if event.logprobs:

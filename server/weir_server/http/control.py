@@ -29,10 +29,12 @@ class _Put(_Fenced, frozen=True, forbid_unknown_fields=True):
 
 
 async def state(request: web.Request) -> web.Response:
+    """Envelope, knobs, objectives, plant, fence and lease."""
     return json_response(request.app[SERVICE].state().to_wire())
 
 
 async def put_knobs(request: web.Request) -> web.Response:
+    """New targets, fallback and objectives, fenced and leased."""
     service, body = request.app[SERVICE], await _object(request)
     put = convert(body, _Put)
     if not 0 <= put.lease_seconds < 1e9:
@@ -47,10 +49,12 @@ async def put_knobs(request: web.Request) -> web.Response:
 
 
 async def window(request: web.Request) -> web.Response:
+    """Totals since start: what the tuner reads."""
     return json_response(request.app[SERVICE].window().to_wire())
 
 
 async def capacity(request: web.Request) -> web.Response:
+    """What there is room for now, and how long the queue takes."""
     service = request.app[SERVICE]
     stats, now = service.book.stats, service.now()
     g = service.ready.geometry

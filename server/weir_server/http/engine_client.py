@@ -24,22 +24,26 @@ class EngineFailed(Exception):
 
 
 class EngineClient:
-    """One child process, spawned at once. Use: `await ready()`, then iterate `reports()` until it ends, then `await stop()`.
+    """One engine process, spawned at once. Use: `await ready()`, then iterate `reports()` until it ends, then `await stop()`.
 
     It needs no event loop to be spawned, so that the child can load while the parent still imports.
     """
 
     def __init__(self, boot: Boot) -> None:
         self._socket, theirs = socket.socketpair()
+        self._channel: AsyncChannel | None = None
+        self._messages: AsyncIterator[Ready | Fatal | Report] | None = None
+        self.alive = False
+        self._start(boot, theirs)
+        self._socket.sendall(frame(boot))
+
+    def _start(self, boot: Boot, theirs: socket.socket) -> None:
+        """Begin an engine that speaks over `theirs` and closes it at its end."""
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "weir_server.cli.child", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], env=child_environment(boot.threads), start_new_session=True,
             )  # fmt: skip
-        self._socket.sendall(frame(boot))
-        self._channel: AsyncChannel | None = None
-        self._messages: AsyncIterator[Ready | Fatal | Report] | None = None
-        self.alive = False
 
     async def ready(self) -> Ready:
         """Wait until the child serves. Raises UserError or EngineFailed."""
@@ -84,15 +88,21 @@ class EngineClient:
         return f"signal {-code}" if code < 0 else f"exit status {code}"
 
     async def stop(self) -> None:
-        """Ask the child to quit and wait a moment, or kill it at once where it doesn't listen. Safe in every state."""
+        """Ask the engine to quit and wait a moment, or end it at once where it doesn't listen. Safe in every state."""
         if self.alive:
             self.send(Quit())
             self.alive = False
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self._process.wait, QUIT_SECONDS)
+            await self._ended(QUIT_SECONDS)
+        await self._end()
+        (self._channel or self._socket).close()
+
+    async def _ended(self, seconds: float) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, seconds)
+
+    async def _end(self) -> None:
         self._process.kill()
         await asyncio.to_thread(self._process.wait)
-        (self._channel or self._socket).close()
 
 
 def child_environment(threads: int) -> dict[str, str]:

@@ -3,6 +3,9 @@
 Rules, as in the contract: a writer older than one seen is refused (409), so is one who means another process; the same
 (epoch, seq) with the same content renews the lease; values outside the envelope change nothing (422); an expired or
 returned lease puts the fallback in force. Objectives are not leased: they stay until the next write.
+
+Memory: whatever puts a value in force, the KV budget never rises above what memory has room for. A write that asks for more is
+refused; a fallback or a declared start value is taken as far as there is room, and whole once there is room for that.
 """
 
 from __future__ import annotations
@@ -33,11 +36,15 @@ class _Seen:
 class KnobBoard:
     """What is asked of the engine now (`target`) and why. One writer: the control routes, and `tick` for expiry."""
 
-    def __init__(self, instance: str, envelope: Envelope, boot: Knobs, slo: Slo, chunk_bytes: int) -> None:
+    def __init__(
+        self, instance: str, envelope: Envelope, boot: Knobs, slo: Slo, chunk_bytes: int, engine: Knobs | None = None,
+        budget_room: int | None = None,
+    ) -> None:  # fmt: skip
+        """`engine`: what it started with, if that is not `boot`, which is then put in force."""
         self.instance = instance
         self.envelope = envelope
         self.boot = boot
-        self.target = boot
+        self.target = engine or boot
         self.fallback = boot
         self.slo = slo
         self.draining = False
@@ -45,6 +52,7 @@ class KnobBoard:
         self._chunk = chunk_bytes
         self._expires: float | None = None
         self._seen = _Seen(Fence(), None)
+        self._give_back(budget_room)
 
     @property
     def fence(self) -> Fence:
@@ -67,7 +75,7 @@ class KnobBoard:
         self._seen = _Seen(fence, request)
         self.fallback = self.fallback.merged(fallback)
         if request.lease_seconds <= 0:
-            self._give_back()
+            self._give_back(budget_room)
         else:
             self.target = self.target.merged(knobs)
             self._expires = now + request.lease_seconds
@@ -84,17 +92,25 @@ class KnobBoard:
         self._seen = _Seen(Fence(epoch, seq), None)
         self.draining = True
 
-    def tick(self, now: float) -> bool:
-        """Did the lease expire just now? Then the fallback is the target."""
-        if self._expires is None or now < self._expires:
+    def tick(self, now: float, budget_room: int | None = None) -> bool:
+        """Is another target in force: because the lease expired, or because the whole fallback has room by now?"""
+        if self._expires is not None:
+            if now < self._expires:
+                return False
+            self.expirations += 1
+        elif self.target == self.fallback or self._fitting(budget_room) != self.fallback:
             return False
-        self.expirations += 1
-        self._give_back()
+        self._give_back(budget_room)
         return True
 
-    def _give_back(self) -> None:
+    def _give_back(self, budget_room: int | None) -> None:
         self._expires = None
-        self.target = self.fallback
+        self.target = self._fitting(budget_room)
+
+    def _fitting(self, budget_room: int | None) -> Knobs:
+        """The fallback, its KV budget as far as memory has room for it."""
+        wanted, most = self.fallback.kv_cache_budget, self._highest_budget(budget_room)
+        return self.fallback if wanted is None or most is None else replace(self.fallback, kv_cache_budget=min(wanted, most))
 
     def _checked(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """`changes` with types and bounds checked; a budget in whole chunks."""
@@ -112,12 +128,16 @@ class KnobBoard:
             out[name] = value // self._chunk * self._chunk if name == "kv_cache_budget" else value
         return out
 
+    def _highest_budget(self, room: int | None) -> int | None:
+        """The KV budget that may be in force, or None without a limit: never less than now, however short memory is."""
+        if room is None or self.target.kv_cache_budget is None:
+            return None
+        return max(self.target.kv_cache_budget, room // self._chunk * self._chunk)
+
     def _check_memory(self, budget: int | None, room: int | None) -> None:
-        """Only a raise is refused: a lease on the present value is renewed however short memory is."""
-        if budget is None or room is None or self.target.kv_cache_budget is None:
-            return
-        bound = max(self.target.kv_cache_budget, room // self._chunk * self._chunk)
-        if budget > bound:
+        """Only a raise is refused: a lease on the present value is renewed."""
+        bound = self._highest_budget(room)
+        if budget is not None and bound is not None and budget > bound:
             message = f"kv_cache_budget {budget} is above the {bound} bytes that the memory limit leaves to it now"
             raise KnobError(422, message, knob="kv_cache_budget", value=budget, bound=bound)
 

@@ -67,7 +67,7 @@ async def serve(
         control_host = addresses.control_host or addresses.host if options.token_file else LOOPBACK
         controls = bind(control_host, addresses.control_port)
         sockets += controls
-        loaded = await _unless(signals.first, asyncio.ensure_future(_load(engine, load_model)))
+        loaded = await _unless(signals.first, asyncio.ensure_future(load(engine, load_model)))
         if loaded is None:
             log.info("told to end while loading")
             return 0
@@ -83,7 +83,7 @@ async def serve(
             sock.close()
 
 
-async def _load(engine: EngineClient, load_model: Callable[[], Model]) -> tuple[Ready, Model]:
+async def load(engine: EngineClient, load_model: Callable[[], Model]) -> tuple[Ready, Model]:
     """Both sides of the model at once, weights in the child, tokenizer here; whichever fails first says so."""
     ready = asyncio.ensure_future(engine.ready())
     text = asyncio.get_running_loop().run_in_executor(None, load_model)
@@ -129,8 +129,8 @@ async def _listening(service: Service, clients: list[socket.socket], controls: l
 
 async def _run(service: Service, signals: Signals) -> int:
     """Serve until the engine or one of our own tasks fails (1), a drain is through (0) or a second signal comes (143)."""
-    end = asyncio.ensure_future(_or_fail(service, _drained(service, signals)))
-    tasks = [end, *(asyncio.ensure_future(_or_fail(service, work(service))) for work in (_reports, _ticks))]
+    end = asyncio.ensure_future(or_fail(service, _drained(service, signals)))
+    tasks = [end, *(asyncio.ensure_future(or_fail(service, work(service))) for work in (reports, _ticks))]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if done == {end} and (status := end.result()) is not None:
@@ -146,7 +146,7 @@ async def _run(service: Service, signals: Signals) -> int:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _or_fail(service: Service, work: Awaitable[int]) -> int | None:
+async def or_fail(service: Service, work: Awaitable[int]) -> int | None:
     """The result of `work`. If it fails so does the service: every call gets its terminal event, and None is returned."""
     try:
         return await work
@@ -158,7 +158,7 @@ async def _or_fail(service: Service, work: Awaitable[int]) -> int | None:
     return None
 
 
-async def _reports(service: Service) -> NoReturn:
+async def reports(service: Service) -> NoReturn:
     """Apply the engine's reports; at its end EngineFailed is raised."""
     async for report in service.engine.reports():
         service.apply(report)

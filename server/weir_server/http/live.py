@@ -12,17 +12,39 @@ from dataclasses import dataclass, field
 
 from weir_server.http.errors import ApiError, overloaded
 from weir_server.http.observe import Row
-from weir_server.link.messages import KV_BUDGET_EXCEEDED, Submit, TokenLogprobs
+from weir_server.link.messages import DEADLINE_EXCEEDED, KV_BUDGET_EXCEEDED, Submit, TokenLogprobs
 from weir_server.text.detok import RowText
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One generated token with its logprobs, and where its text begins in the row's text."""
+    """One token with its logprobs (None for a prompt's first), and where its text begins in the row's text."""
 
     token: int
-    logprobs: TokenLogprobs
+    logprobs: TokenLogprobs | None
     offset: int
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that goes back to its client: under `echo` in front of the answers, under `prompt_logprobs` beside them.
+
+    `offsets` parallel to `ids`: where each one's text begins in `text`. `logprobs` fill as the engine tells them, None for the
+    first token; empty where nobody asked for them.
+    """
+
+    ids: list[int]
+    text: str = ""
+    offsets: Sequence[int] = ()
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    def tell(self, start: int, logprobs: Sequence[TokenLogprobs]) -> None:
+        """What the engine says of the tokens from `start`; a row that was preempted meanwhile says it again."""
+        self.logprobs[start : start + len(logprobs)] = logprobs
+
+    @property
+    def entries(self) -> list[Entry]:
+        return [Entry(*entry) for entry in zip(self.ids, self.logprobs, self.offsets, strict=True)] if self.logprobs else []
 
 
 @dataclass(slots=True, eq=False)
@@ -33,9 +55,10 @@ class LiveRow:
     id: int  # the engine's request
     choice: int  # which of that request's rows
     index: int  # which choice of the HTTP response
-    limit: int  # most tokens that it may generate
+    limit: int  # most tokens that it may generate for its client
     seen: Row
     text: RowText
+    echo: Prompt | None = None  # to be said before anything else
     pending: list[str] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     chars: int = 0  # of text released so far
@@ -50,6 +73,13 @@ class LiveRow:
         text, entries = "".join(self.pending), self.entries
         self.pending, self.entries = [], []
         return text, entries
+
+    def put_prompt(self) -> None:
+        """Under `echo`, once: the prompt is the beginning of the answer."""
+        if self.echo is not None:
+            self.put(self.echo.text)
+            self.entries += self.echo.entries
+            self.echo = None
 
     def put(self, text: str) -> None:
         if text:
@@ -67,15 +97,23 @@ class Call:
 
     def __init__(
         self, name: str, label: str | None, arrived: float, submits: Sequence[Submit], retry: bool = False,
-        retry_after: Callable[[], int] = lambda: 1,
+        retry_after: Callable[[], int] = lambda: 1, stops: Sequence[str] = (), prompts: dict[int, Prompt] | None = None,
+        echo: bool = False, generates: bool = True,
     ) -> None:  # fmt: skip
-        """`retry`: the client was refused before. `retry_after`: seconds to tell it where it is handed back."""
+        """`retry`: the client was refused before. `retry_after`: seconds to tell it where it is handed back. `prompts`: by
+        submit, those that go back to the client, in front of the answers under `echo`. Where the call only scores its prompt
+        (not `generates`) the one token that the engine then makes is dropped.
+        """
         self.name = name
         self.label = label
         self.arrived = arrived
         self.submits = submits
         self.retry = retry
         self.retry_after = retry_after
+        self.stops = stops
+        self.prompts = prompts or {}
+        self.echo = echo
+        self.generates = generates
         self.rows: list[LiveRow] = []
         self.wake = asyncio.Event()
         self.cancelled_by_request = False
@@ -114,6 +152,9 @@ class Call:
                     return overloaded(row.message, self.retry_after(), "kv_budget")
                 return overloaded(f"Handed back before it began: {row.message}", 0, "handed_back")
             if row.reason == "cancelled":
+                if row.message == DEADLINE_EXCEEDED:
+                    message = "The request was not done within its timeout."
+                    return ApiError(504, message, kind="timeout", code=DEADLINE_EXCEEDED)
                 if self.cancelled_by_request:
                     return ApiError(409, "The request was cancelled.", kind="cancelled", code="cancelled")
                 return overloaded(row.message or "The request was ended by the server.", 0, "draining")

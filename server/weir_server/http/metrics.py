@@ -26,12 +26,34 @@ from weir_server.http.service import Service
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
-PREEMPTION_CAUSES = ("kv",)
+PREEMPTION_CAUSES = ("kv", "priority", "slots")
 INVARIANTS = tuple(f"I{i}" for i in range(1, 10))
 VLLM_REASONS = {
     "stop": ("stop",), "length": ("length",), "abort": ("cancelled", "handed_back"), "error": ("error",), "repetition": (),
 }  # fmt: skip
 """vLLM's finished_reason → ours."""
+ENGINE_COUNTERS = (
+    ("preempted_tokens", "Computed tokens that preemptions gave up.", "preempted_tokens"),
+    ("soft_resets", "Preemptions after which a row is computed again.", "soft_resets"),
+    ("offloads", "Preemptions that moved a row's KV to the swap pool.", "offloads"),
+    ("restored_tokens", "Tokens whose KV came back from the swap pool.", "restored_tokens"),
+    ("recomputed_tokens", "Tokens that were computed again.", "recomputed_tokens"),
+    ("head_bypasses", "Rows admitted past a head of the queue that did not fit.", "bypassed"),
+    ("lane_promotions", "Lanes that rows rose by waiting.", "promoted"),
+    ("prefill_grants", "Steps that reserved a share for a parked prefill.", "prefill_grants"),
+    ("batched_prefills", "Steps that prefilled more than one prompt.", "batched_prefills"),
+    ("deadlines_exceeded", "Rows that their request's timeout ended.", "deadlines_exceeded"),
+    ("prefix_cache_queries", "Prompt tokens looked up.", "prefix_queries"),
+    ("prefix_cache_hits", "Prompt tokens found.", "prefix_hits"),
+    ("prefix_cache_evictions", "Cached blocks given up for new ones.", "prefix_evictions"),
+    ("prefix_cache_adopted_evictions", "Those of them that a waiting row had counted on.", "adopted_evictions"),
+)
+"""(family, help, field of link.messages.Stats)."""
+ENGINE_GAUGES = (
+    ("kv_stranded_bytes", "KV memory that is free to one attention type alone.", "kv_stranded_bytes"),
+    ("swap_pool_bytes", "Size of the swap pool.", "swap_bytes"),
+    ("swap_used_bytes", "KV of rows that wait in the swap pool.", "swap_used_bytes"),
+)
 
 
 class WeirCollector(Collector):
@@ -57,15 +79,13 @@ class WeirCollector(Collector):
         yield _counters("weir_requests_rejected", "Rows refused.", ("reason", "bound"), refused)
         yield _counters("weir_requests_finished", "Rows that ended.", ("reason",), {(r,): n for r, n in seen.finished.items()})
         yield _counters("weir_preemptions", "Rows sent back from the batch to the queue.", ("cause",), causes)
-        yield _counter("weir_preempted_tokens", "Computed tokens that preemptions gave up.", stats.preempted_tokens)
-        yield _counter("weir_soft_resets", "Preemptions by recomputing.", stats.soft_resets)
-        for name in ("offloads", "spec_decode_drafted", "spec_decode_accepted"):
-            yield _counter(f"weir_{name}", "Always 0: this version does neither offload nor speculate.", 0)
+        for name, text, field in ENGINE_COUNTERS:
+            yield _counter(f"weir_{name}", text, getattr(stats, field))
+        for name in ("spec_decode_drafted", "spec_decode_accepted"):
+            yield _counter(f"weir_{name}", "Always 0: this version does not speculate.", 0)
         yield _counter("weir_prompt_tokens", "Prompt tokens of admitted rows.", seen.prompt_tokens)
         yield _counter("weir_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", seen.cached_tokens)
         yield _counter("weir_generation_tokens", "Tokens generated for clients.", seen.generated_tokens)
-        yield _counter("weir_prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_queries)
-        yield _counter("weir_prefix_cache_hits", "Prompt tokens found.", stats.prefix_hits)
         yield _counter("weir_engine_steps", "Forward passes.", step("steps", 0))
         yield _counter("weir_engine_step_seconds", "Time in steps.", step("step_seconds", 0))
         yield _counter("weir_engine_step_decode_seqs", "Decoding rows, summed over steps.", step("decode_rows", 0))
@@ -91,6 +111,10 @@ class WeirCollector(Collector):
         yield _gauge("weir_kv_usage_ratio", "Share of the KV pool held by rows.", self._kv_ratio())
         blocks = {("used",): stats.kv_blocks_used, ("cached",): stats.kv_blocks_cached, ("free",): self._free_blocks()}
         yield _gauges("weir_kv_blocks", "KV blocks.", ("state",), blocks)
+        kv = {("used",): stats.kv_used_bytes, ("cached",): stats.kv_cached_bytes, ("resident",): stats.kv_resident_bytes}
+        yield _gauges("weir_kv_bytes", "KV memory: held by rows, cached prefixes, in RAM.", ("state",), kv)
+        for name, text, field in ENGINE_GAUGES:
+            yield _gauge(f"weir_{name}", text, getattr(stats, field))
         for name, knobs in (("target", s.board.target), ("effective", s.effective)):
             values = {(k,): v for k in KNOBS if (v := getattr(knobs, k)) is not None}
             yield _gauges(f"weir_knob_{name}", f"The {name} value of a knob.", ("knob",), values)

@@ -165,7 +165,8 @@ class Observations:
             if ended:
                 self._observe("tpot", tpot, began=row.first)
         if ended or reason == "error":
-            ttft_ok = ended and row.first is not None and row.first - row.arrived <= self._slo.ttft
+            answered = t if row.first is None else row.first  # a prompt that is only scored has no first token
+            ttft_ok = ended and answered - row.arrived <= self._slo.ttft
             tpot_ok = ended and (tpot is None or tpot <= self._slo.tpot)
             self._count_slo({"ttft": ttft_ok, "tpot": tpot_ok, "both": ttft_ok and tpot_ok})
 

@@ -7,8 +7,9 @@ from typing import Any
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
+from weir_server.http.ask import encode
 from weir_server.http.errors import ApiError, bad, json_response
-from weir_server.http.generate import encode, read_json_body
+from weir_server.http.generate import read_json_body
 from weir_server.http.keys import SERVICE
 from weir_server.http.live import Call
 from weir_server.http.metrics import render
@@ -57,11 +58,12 @@ async def slots(request: web.Request) -> web.Response:
 
 
 async def models(request: web.Request) -> web.Response:
+    """The one model that is served."""
     return json_response({"object": "list", "data": [_model(request.app[SERVICE])]})
 
 
 async def model(request: web.Request) -> web.Response:
-    """The id may hold slashes, plain or encoded."""
+    """The same by its id, which may hold slashes, plain or encoded."""
     service, name = request.app[SERVICE], request.match_info["name"]
     if name != service.model.name:
         raise ApiError(404, f"The model {name[:100]!r} does not exist here.", code="model_not_found", param="model")
@@ -105,6 +107,7 @@ async def detokenize(request: web.Request) -> web.Response:
 
 
 async def cache_stats(request: web.Request) -> web.Response:
+    """The KV pool: its blocks, its bytes, the budget, the prefix cache and the swap pool."""
     service = request.app[SERVICE]
     stats, ready_ = service.book.stats, service.ready
     return json_response({
@@ -132,6 +135,7 @@ async def request_get(request: web.Request) -> web.Response:
 
 
 async def request_delete(request: web.Request) -> web.Response:
+    """Cancel a request, whatever it is doing."""
     call = _find(request)
     call.cancelled_by_request = True
     request.app[SERVICE].book.cancel(call)
@@ -152,6 +156,7 @@ def _find(request: web.Request) -> Call:
 
 
 async def metrics(request: web.Request) -> web.Response:
+    """Prometheus text, or OpenMetrics where it is asked for."""
     body, kind = render(request.app[REGISTRY], request.headers.get("Accept", ""))
     return web.Response(body=body, headers={"Content-Type": kind})
 

@@ -10,7 +10,7 @@ import math
 import random
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import orjson
@@ -22,6 +22,7 @@ from weir_server.link.messages import Sampling
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+Seconds = Annotated[float, Meta(gt=0, le=1e9)]
 Stop = Annotated[str, Meta(min_length=1)]
 MAX_STOPS, MAX_LOGPROBS, MAX_CHOICES, MAX_BIASES = 16, 20, 1024, 1024
 
@@ -34,7 +35,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     """What chat and completions share. None = the model's own default, or ours."""
 
     model: str | None = None
-    max_tokens: Positive | None = None
+    max_tokens: Natural | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31)] | None = None
@@ -52,6 +53,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     logit_bias: dict[str, float] = {}
     cache_prompt: bool = True
     cache_salt: str = ""
+    priority: Literal["high", "normal", "low"] | Int64 = 0
+    timeout: Seconds | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -64,16 +68,18 @@ class ChatRequest(Common, frozen=True, kw_only=True):
 class CompletionRequest(Common, frozen=True, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    echo: bool = False
 
 
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],), "functions": ([],), "tool_choice": ("none", "auto"), "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},), "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
-    "echo": (False,), "suffix": ("",), "best_of": (1,), "prompt_logprobs": (0, False), "use_beam_search": (False,),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (),
-    "grammar": ("",), "priority": (0,),
+    "suffix": ("",), "best_of": (1,), "use_beam_search": (False,), "guided_json": (), "guided_regex": (), "guided_choice": (),
+    "guided_grammar": (), "structured_outputs": (), "grammar": ("",),
 }  # fmt: skip
 """Field → values that mean "not asked for"."""
+REFUSED_OF_CHAT: Mapping[str, tuple[Any, ...]] = {"echo": (False,)}
+LANES = {"high": 0, "normal": 1, "low": 2}
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -89,8 +95,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return {k: v for k, v in body.items() if v is not None}
 
 
-def refuse_unsupported(body: Mapping[str, Any]) -> None:
-    for name, harmless in REFUSED.items():
+def refuse_unsupported(body: Mapping[str, Any], refused: Mapping[str, tuple[Any, ...]] = REFUSED) -> None:
+    for name, harmless in refused.items():
         if name in body and body[name] not in harmless:
             raise bad(name, f"{name} is not available yet in this server.")
 
@@ -145,6 +151,23 @@ def stops_of(request: Common) -> tuple[str, ...]:
     if len(stops) > MAX_STOPS:
         raise bad("stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are allowed.")
     return stops
+
+
+def lane_of(priority: str | int) -> int:
+    """The queue's lane, 0 first. Integers as in vLLM: what is lower is served earlier, 0 is normal."""
+    if isinstance(priority, str):
+        return LANES[priority]
+    return 0 if priority < 0 else 1 if priority == 0 else 2
+
+
+def seconds_in(name: str, text: str | None) -> float | None:
+    """A number of seconds from a header. Raises ApiError."""
+    if text is None:
+        return None
+    try:
+        return msgspec.convert(text, Seconds, strict=False)
+    except msgspec.ValidationError:
+        raise bad(name, f"{name} is {_short(text)}; it must be a number of seconds above 0.") from None
 
 
 def sampling_of(

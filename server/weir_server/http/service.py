@@ -82,11 +82,12 @@ class Service:
         if (budget := self.marker.start_budget()) is not None:
             initial["kv_cache_budget"] = min(budget, initial.get("kv_cache_budget", budget))
         boot = r.boot.merged(within(r.envelope, initial, r.geometry.chunk_bytes))
-        self.board = KnobBoard(instance, r.envelope, boot, self.options.slo, r.geometry.chunk_bytes)
         self.seen = Observations(self.options.slo, r.context_per_slot, self.now())
         self.book = Book(self.model.tokenizer, self.seen, r.boot, r.geometry, r.plant, self.engine.send)
-        self._pushed, self._unsettled = _steered(r.boot), False
         self.memory_limit = cgroup_limit()
+        chunk, slo = r.geometry.chunk_bytes, self.options.slo
+        self.board = KnobBoard(instance, r.envelope, boot, slo, chunk, engine=r.boot, budget_room=self.budget_room())
+        self._pushed, self._unsettled = _steered(r.boot), False
         self.vocab = r.vocab_size
         self.drain_deadline: float | None = None
         self.idle = asyncio.Event()  # set while no call is live
@@ -94,7 +95,7 @@ class Service:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
         self._texts: set[asyncio.Future[Any]] = set()  # for or in a thread
         self._traces: list[asyncio.Future[list[dict[str, Any]]]] = []
-        if boot != r.boot:
+        if self.board.target != r.boot:
             self.push_knobs()
 
     # ---- the queue
@@ -122,8 +123,8 @@ class Service:
         seconds = retry_after(self.book.load, self.book.pace(now), random.random())
         return seconds if self.drain_deadline is None else max(1, min(seconds, math.ceil(self.drain_deadline - now)))
 
-    def queue(self, call: Call, stops: tuple[str, ...]) -> None:
-        self.book.queue(call, stops)
+    def queue(self, call: Call) -> None:
+        self.book.queue(call)
         self.idle.clear()
 
     def leave(self, call: Call) -> None:
@@ -176,8 +177,10 @@ class Service:
         """Twice a second: leases end, rows that are silent are noticed, the marker is kept up."""
         now = self.now()
         self.marker.note(self.effective.kv_cache_budget)
-        if self.board.tick(now):
-            log.warning("the lease expired; back to the fallback: %s", _in_words(self.board.target))
+        expirations = self.board.expirations
+        if self.board.tick(now, self.budget_room()):
+            why = "memory has room again for" if self.board.expirations == expirations else "the lease expired; back to"
+            log.warning("%s the fallback: %s", why, _in_words(self.board.target))
             self.push_knobs()
         self.seen.overdue([row.seen for row in self.book.slots.values()], now)
 
@@ -210,8 +213,8 @@ class Service:
         )  # fmt: skip
 
     def memory_used(self) -> int:
-        """Bytes of both processes, without file pages."""
-        return self.book.stats.memory_used + memory_used()
+        """Bytes of both processes, without file pages; the engine's as it last said."""
+        return (self.book.stats.memory_used or self.ready.memory_used) + memory_used()
 
     def budget_room(self) -> int | None:
         """Bytes that the KV budget could have: what the pool holds already, and what the cgroup's limit leaves beside it."""

@@ -7,6 +7,7 @@ goes wrong later is an `error` event. A client that takes nothing for `STALL_SEC
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -30,40 +31,46 @@ async def stream(request: web.Request, call: Call, shape: Shape, include_usage: 
     """Send a started call to its end. Raises ConnectionError or TimeoutError when the client is gone or stuck."""
     response = web.StreamResponse(headers={**HEADERS, "X-Request-Id": call.label or call.name})
     await response.prepare(request)
-    open_rows = list(call.rows)
-    opening = [c for row in call.rows if (c := shape.opening(row)) is not None]
-    out = b"".join(event(shape.chunk([c])) for c in opening)
-    while True:
-        for row in open_rows:
-            text, entries = row.take()
-            if text or entries:
-                out += event(shape.chunk([shape.delta(row, text, entries)]))
-        if failure := call.failure():
-            out += event(failure.body)
-            break
-        for row in [r for r in open_rows if r.reason is not None]:
-            open_rows.remove(row)
-            out += event(shape.chunk([shape.last(row)]))
-        if not open_rows:
-            break
-        if out:
-            await _write(response, out)
-        out = await _next(call)
-    if include_usage and not call.failure():
-        out += event(shape.chunk([], usage=call.usage()))
-    await _write(response, out + DONE)
+    async for objects in turns(call, shape, include_usage):
+        await _write(response, b"".join(map(event, objects)) or KEEP_ALIVE)
+    await _write(response, DONE)
     await response.write_eof()
     return response
 
 
-async def _next(call: Call) -> bytes:
-    """Wait until the call changed; a comment where it took too long."""
+async def turns(call: Call, shape: Shape, include_usage: bool = False) -> AsyncIterator[list[dict[str, Any]]]:
+    """The objects of a stream, all that came in one turn together; an empty turn where nothing came for KEEP_ALIVE_SECONDS."""
+    open_rows = list(call.rows)
+    out = [shape.chunk([c]) for row in call.rows if (c := shape.opening(row)) is not None]
+    while True:
+        for row in open_rows:
+            text, entries = row.take()
+            if text or entries:
+                out.append(shape.chunk([shape.delta(row, text, entries)]))
+        if failure := call.failure():
+            yield [*out, failure.body]
+            return
+        for row in [r for r in open_rows if r.reason is not None]:
+            open_rows.remove(row)
+            out.append(shape.chunk([shape.last(row)]))
+        if not open_rows:
+            break
+        if out:
+            yield out
+        out = []
+        if not await _changed(call):
+            yield []
+    yield [*out, shape.chunk([], usage=call.usage())] if include_usage else out
+
+
+async def _changed(call: Call) -> bool:
+    """Wait until there is something new; False where it took too long."""
     try:
         async with asyncio.timeout(KEEP_ALIVE_SECONDS):
             await call.changed()
     except TimeoutError:
-        return KEEP_ALIVE
-    return b""
+        return False
+    return True
 
 
 async def _write(response: web.StreamResponse, data: bytes) -> None:

@@ -141,6 +141,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     plant_steps: dict[str, float]  # measured medians: "1 row", "8 rows", "prefill chunk", … in seconds
     sizing: list[str]  # the arithmetic of the pool, a line each
     load_seconds: float
+    memory_used: int = 0  # bytes of the child (anonymous + shared), with nothing in the pool
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):

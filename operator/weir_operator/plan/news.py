@@ -1,0 +1,46 @@
+"""Which changes of conditions are told as Events: those that a person would want to have been told, each once.
+
+An Event is for a change: of a condition's reason, or, where the message says what the user has to mend, of its message. What
+goes up and down with the traffic (Saturated, SLOMet, Moving …) is a condition and a metric, and no Event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GOOD = {("Ready", "Serving"), ("ModelLoaded", "Loaded"), ("Progressing", "Complete"), ("MetricsAvailable", "Polled"),
+        ("KnobsUnsupported", "Supported")}
+"""Told only where the condition was told to be bad before, but for Serving."""
+BAD = {
+    ("Ready", "ImagePullFailed"), ("Ready", "CrashLooping"), ("Ready", "OutOfMemory"), ("Ready", "Unschedulable"),
+    ("Ready", "ConfigError"), ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
+    ("ModelLoaded", "LoadFailed"), ("Progressing", "DeadlineExceeded"), ("MetricsAvailable", "NoPodAnswers"),
+    ("KnobsUnsupported", "OtherContract"), ("Tuned", "KnobDrift"), ("Tuned", "Mispredicted"),
+}
+TO_MEND = {"SpecInvalid", "ApplyRefused", "NameTaken"}
+"""Their message names what is wrong: another message is other news. Others' messages name pods and counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    reason: str
+    message: str
+    warning: bool
+
+
+def news(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]) -> list[News]:
+    """What changed between two lists of conditions and is worth an Event."""
+    old = {c.get("type"): c for c in before}
+    told = []
+    for condition in after:
+        kind, reason, message = condition["type"], condition["reason"], condition["message"]
+        was = old.get(kind, {})
+        if was.get("reason") == reason and not (reason in TO_MEND and was.get("message") != message):
+            continue
+        if (kind, reason) in BAD:
+            told.append(News(reason, message, True))
+        elif (kind, reason) in GOOD and (reason == "Serving" or (kind, was.get("reason")) in BAD):
+            told.append(News(reason, message, False))
+    return told

@@ -1,0 +1,225 @@
+"""What the operator tells of itself: metrics by a closed catalogue, one JSON object a log line, Events on news alone."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from weir_operator.api.conditions import CATALOGUE
+from weir_operator.io import logs, metrics
+from weir_operator.io.kube import APPLY, MERGE, Unreachable, path
+from weir_operator.loops.events import BURST, REFILL_SECONDS, REPEAT_SECONDS, Recorder
+from weir_operator.plan.news import BAD, GOOD, news
+
+# ------------------------------------------------------------------------------------------------ metrics
+
+
+def test_every_family_of_ours_is_in_the_catalogue_and_nothing_else_is() -> None:
+    exposed = {f.name + ("_total" if f.type == "counter" else "")
+               for f in text_string_to_metric_families(generate_latest().decode()) if f.name.startswith("weir_")}
+    assert exposed == {name for name, *_ in metrics.catalogue()}
+
+
+def test_the_catalogue_names_units_and_says_what_each_family_means() -> None:
+    for name, kind, _labels, text in metrics.catalogue():
+        assert text.endswith("."), name
+        assert (kind == "counter") == name.endswith("_total")
+        assert name.startswith(("weir_operator_", "weir_tuner_", "weir_resource_"))
+
+
+@pytest.mark.parametrize(("method", "target", "content", "verb"), [
+    ("GET", path("Pod", None), "", "list"),
+    ("GET", path("Pod", "ns"), "", "list"),
+    ("GET", path("Pod", "ns", "p"), "", "get"),
+    ("GET", path("Deployment", None), "", "list"),
+    ("GET", path("Deployment", "ns"), "", "list"),
+    ("GET", path("Lease", "ns", "weir-operator"), "", "get"),
+    ("PATCH", path("Deployment", "ns", "d"), APPLY, "apply"),
+    ("PATCH", path("InferenceDeployment", "ns", "d", "status"), MERGE, "patch"),
+    ("POST", path("Event", "ns"), "", "create"),
+    ("PUT", path("Lease", "ns", "weir-operator"), "", "update"),
+])
+def test_a_request_is_counted_under_its_verb(method: str, target: str, content: str, verb: str) -> None:
+    assert metrics.verb(method, target, content) == verb
+
+
+def test_conditions_are_exported_while_their_resource_is_known_and_unknown_is_absent() -> None:
+    def said(kind: str) -> float | None:
+        return REGISTRY.get_sample_value("weir_resource_condition", {"namespace": "ns", "name": "chat", "condition": kind})
+
+    status = {"conditions": [
+        {"type": "Ready", "status": "True"}, {"type": "Degraded", "status": "False"}, {"type": "SLOMet", "status": "Unknown"},
+    ]}
+    before = metrics.KNOWN.resources
+    try:
+        metrics.KNOWN.resources = lambda: [{"metadata": {"namespace": "ns", "name": "chat"}, "status": status}]
+        assert (said("Ready"), said("Degraded"), said("SLOMet"), said("Progressing")) == (1.0, 0.0, None, None)
+        assert REGISTRY.get_sample_value("weir_operator_resources") == 1
+        metrics.KNOWN.resources = tuple
+        assert said("Ready") is None
+    finally:
+        metrics.KNOWN.resources = before
+
+
+def test_exported_conditions_are_in_the_catalogue_of_conditions() -> None:
+    assert set(metrics.CONDITIONS) <= set(CATALOGUE)
+
+
+# ------------------------------------------------------------------------------------------------ log lines
+
+
+def line(write: Any) -> dict[str, Any]:
+    """The one line that `write(logger)` leaves."""
+    out, logger = io.StringIO(), logging.getLogger("weir.test")
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(logs.JsonLines())
+    logger.addHandler(handler)
+    try:
+        write(logger)
+    finally:
+        logger.removeHandler(handler)
+    assert out.getvalue().count("\n") == 1
+    return json.loads(out.getvalue())
+
+
+def test_a_line_has_its_four_keys_and_of_the_others_those_that_apply() -> None:
+    said = {"event": "decision", "resource": "ns/chat", "changes": {"max_batch_size": (4, 8)}, "unheard_of": 1}
+    found = line(lambda log: log.warning("over\ntwo lines: %s", "ü", extra=said))
+    assert found.pop("time").endswith("Z")
+    assert found == {
+        "level": "warning", "logger": "weir.test", "message": "over\ntwo lines: ü",
+        "event": "decision", "resource": "ns/chat", "changes": {"max_batch_size": [4, 8]},
+    }
+
+
+def test_a_traceback_is_one_value_of_its_line() -> None:
+    def fail(log: logging.Logger) -> None:
+        try:
+            raise ValueError("no")
+        except ValueError:
+            log.exception("failed", extra={"changes": {"a": object()}})
+
+    assert line(fail)["error"].endswith("ValueError: no")
+
+
+# ------------------------------------------------------------------------------------------------ which changes are news
+
+
+def conditions(**reasons: str) -> list[dict[str, str]]:
+    return [{"type": kind, "reason": reason, "message": f"{reason}."} for kind, reason in reasons.items()]
+
+
+@pytest.mark.parametrize(("before", "after", "told"), [
+    ({}, {"Ready": "Starting"}, []),
+    ({"Ready": "Starting"}, {"Ready": "Serving"}, ["Serving"]),
+    ({"Ready": "Serving"}, {"Ready": "Serving"}, []),
+    ({"Ready": "Serving"}, {"Ready": "CrashLooping"}, ["CrashLooping!"]),
+    ({"Ready": "CrashLooping"}, {"Ready": "OutOfMemory"}, ["OutOfMemory!"]),
+    ({"MetricsAvailable": "Polled"}, {"MetricsAvailable": "NoPodAnswers"}, ["NoPodAnswers!"]),
+    ({"MetricsAvailable": "NoPodAnswers"}, {"MetricsAvailable": "Polled"}, ["Polled"]),
+    ({"MetricsAvailable": "NoPods"}, {"MetricsAvailable": "Polled"}, []),
+    ({"Tuned": "Holding", "Saturated": "NotRefusing"}, {"Tuned": "Moving", "Saturated": "Refusing"}, []),
+    ({"Tuned": "Moving"}, {"Tuned": "KnobDrift"}, ["KnobDrift!"]),
+])
+def test_news(before: dict[str, str], after: dict[str, str], told: list[str]) -> None:
+    found = news(conditions(**before), conditions(**after))
+    assert [n.reason + "!" * n.warning for n in found] == told
+
+
+def test_another_message_is_news_where_it_says_what_to_mend_and_only_there() -> None:
+    def both(reason: str, *messages: str) -> list[Any]:
+        old, new = ([{"type": "Ready", "reason": reason, "message": m}] for m in messages)
+        return news(old, new)
+
+    assert [n.message for n in both("ApplyRefused", "a", "b")] == ["b"]
+    assert both("ApplyRefused", "a", "a") == []
+    assert both("CrashLooping", "exit 1, 3 times", "exit 1, 4 times") == []
+
+
+def test_what_is_told_is_in_the_catalogue() -> None:
+    for kind, reason in GOOD | BAD:
+        assert reason in CATALOGUE[kind]
+
+
+# ------------------------------------------------------------------------------------------------ how often
+
+
+class Api:
+    """Stands for the writer: remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.written: list[tuple[str, str, str, int]] = []
+        self.fails = False
+
+    async def event(self, raw: Any, reason: str, message: str, warning: bool, times: int) -> None:
+        if self.fails:
+            self.fails = False
+            raise Unreachable("gone")
+        self.written.append((raw["metadata"]["uid"], reason, message, times))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.now, self.api = 0.0, Api()
+        self.recorder = Recorder(self.api, lambda: self.now)  # type: ignore[arg-type]
+
+    def tell(self, reason: str, message: str, uid: str = "u", warning: bool = False) -> None:
+        self.recorder.tell({"metadata": {"uid": uid, "name": "chat", "namespace": "ns"}}, reason, message, warning)
+
+    async def written(self) -> list[tuple[str, str, str, int]]:
+        """What was written since the last call."""
+        running = asyncio.create_task(self.recorder.run())
+        async with asyncio.timeout(5):
+            while not self.recorder._waiting.empty():  # noqa: ASYNC110 - it has no event
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        running.cancel()
+        found, self.api.written = self.api.written, []
+        return found
+
+
+async def test_a_message_that_was_just_written_is_held_and_counted_with_the_next() -> None:
+    bench = Bench()
+    for _ in range(4):
+        bench.tell("KnobsMoved", "a")
+    assert await bench.written() == [("u", "KnobsMoved", "a", 1)]
+    bench.now += REPEAT_SECONDS
+    bench.tell("KnobsMoved", "a")
+    assert await bench.written() == [("u", "KnobsMoved", "a", 4)]
+
+
+async def test_a_resource_that_flaps_for_hours_causes_less_than_one_event_a_minute() -> None:
+    bench = Bench()
+    for second in range(0, 3 * 3600, 5):
+        bench.now = float(second)
+        bench.tell("KnobsMoved", f"max_batch_size={second % 2 + 4}/{second}")
+        bench.tell("CrashLooping", f"exit {second}", warning=True)
+    found = await bench.written()
+    assert len(found) == 2 * (BURST + int((3 * 3600 - 5) // REFILL_SECONDS)) < 180
+    for reason in ("KnobsMoved", "CrashLooping"):  # what was held is in the counts
+        assert 2000 < sum(times for _, why, _, times in found if why == reason) <= 2160
+
+
+async def test_one_resource_does_not_use_up_the_room_of_another() -> None:
+    bench = Bench()
+    for i in range(3 * BURST):
+        bench.tell("KnobsMoved", str(i))
+    bench.tell("KnobsMoved", "other", uid="v")
+    assert (await bench.written())[-1] == ("v", "KnobsMoved", "other", 1)
+
+
+async def test_a_lost_event_ends_nothing() -> None:
+    bench = Bench()
+    bench.api.fails = True
+    lost = metrics.EVENTS.labels("lost")._value.get()
+    bench.tell("Serving", "a")
+    bench.tell("CrashLooping", "b")
+    assert await bench.written() == [("u", "CrashLooping", "b", 1)]
+    assert metrics.EVENTS.labels("lost")._value.get() == lost + 1
