@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -265,6 +266,10 @@ async def test_the_operator_and_the_pods_answer_through_the_api_servers_proxy(
     shown = json.loads((await asyncio.to_thread(infd, "top", "chat", "-o", "json")).stdout)[pod]
     assert shown["finishedPerSecond"] == pytest.approx(5, rel=0.5) and shown["ttft"]["p50"] == 0.25
 
+    unreached = await asyncio.to_thread(infd, "bench", "chat")  # no kubelet carries a port
+    assert unreached.returncode == 1 and "kubectl port-forward to" in unreached.stderr, unreached.stderr
+    assert len(unreached.stderr.splitlines()) == 1
+
     tree = (await asyncio.to_thread(infd, "status", "chat")).stdout
     assert "● Deployment chat  1 of 1 ready" in tree or "○ Deployment chat" in tree
     assert f"● Pod {pod}  ready" in tree and "maxBatchSize 4" in tree
@@ -276,6 +281,33 @@ async def test_the_operator_and_the_pods_answer_through_the_api_servers_proxy(
     done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) >= 3
+
+
+def test_the_pod_of_a_size_is_as_the_servers_pods_are_and_goes_however_it_ends(
+    cluster: Cluster, namespace: str, operator: Operator,
+) -> None:
+    """There is no node, so it never runs: Ctrl-C ends the wait."""
+    cluster.apply(resource(replicas=0, template={"spec": {"nodeSelector": {"a": "b"}}}), namespace)
+    settled(cluster, operator, namespace)
+
+    def pods() -> list[Any]:
+        return list(json.loads(cluster.kubectl("get", "pod", "-n", namespace, "-o", "json").stdout)["items"])
+
+    assert pods() == []
+    command = [sys.executable, "-c", "from weir_operator.cli.plugin import main; main()", "size", "chat", "-n", namespace]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "KUBECONFIG": str(cluster.kubeconfig), "PATH": f"{ASSETS}{os.pathsep}{os.environ['PATH']}"},
+    )
+    try:
+        [pod] = wait(pods, 60, "its pod")
+        assert pod["spec"]["containers"][0]["args"][:2] == ["size", "/models/m.gguf"]
+        assert pod["spec"]["nodeSelector"] == {"a": "b"} and "weir.dev/name" not in pod["metadata"].get("labels", {})
+    finally:
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in said
+    wait(lambda: not pods(), 60, "it is gone")
 
 
 @pytest.mark.usefixtures("written")

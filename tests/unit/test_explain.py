@@ -10,6 +10,7 @@ from law_kit import CPU, SPEC, FlowPod, Loop, started
 
 from weir_operator.tuner.explain import Explanation, explain, fit_of
 from weir_operator.tuner.plant import PRIOR_POINTS
+from weir_operator.tuner.setpoint import GAIN
 from weir_operator.tuner.types import Outcome, PodView
 from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Plant
 
@@ -86,8 +87,8 @@ def test_a_steady_pod_says_what_a_better_setting_must_reach_and_what_limits_it()
     assert shown.record is not None and shown.record.outcome is Outcome.HOLDING
     assert shown.limit is not None and shown.limit.what == "slots" and shown.limit.head_wait["slots"] > 0.9
     present = next(s for s in shown.settings if s.mark == "present")
-    assert f"{1.04 * present.goodput:.2f} rows/s" in shown.would_change[0]
-    assert all(s.goodput < 1.04 * present.goodput for s in shown.settings)
+    assert f"{GAIN * present.goodput:.2f} rows/s" in shown.would_change[0]
+    assert all(s.goodput < GAIN * present.goodput for s in shown.settings)
     assert shown.traffic["offered"] == pytest.approx(1.6, rel=0.05)
     assert shown.fit is not None and shown.fit.coefficients["b"].value > 0
 

@@ -210,8 +210,8 @@ def test_a_quantile_in_the_open_bucket_is_its_start() -> None:
 
 def test_a_pod_that_does_the_arithmetic_has_the_template_and_nothing_that_makes_it_found() -> None:
     [deployment] = [m for m in children(parse(RAW), Defaults("image", "token")) if m["kind"] == "Deployment"]
-    words = work.once("chat", deployment["spec"]["template"], ["--output=json"])
-    assert words[0] == "run" and words[1].startswith("chat-size-") and "--rm" in words
+    words = work.once("chat-size-1", deployment["spec"]["template"], ["--output=json"])
+    assert words[0] == "run" and words[1] == "chat-size-1" and "--rm" in words
     pod = json.loads(next(w for w in words if w.startswith("--overrides=")).removeprefix("--overrides="))
     [container] = pod["spec"]["containers"]
     assert container["args"][:2] == ["size", "/models/m.gguf"] and container["args"][-1] == "--output=json"

@@ -10,6 +10,7 @@ import orjson
 from test_decision_log import rounds
 from test_tuner_loop import resource
 
+from weir_operator.io.processes import free_port
 from weir_operator.loops.health import serve
 from weir_operator.loops.rounds import KEEP_SECONDS, Rounds
 from weir_operator.loops.steering import Subject
@@ -18,9 +19,9 @@ from weir_operator.loops.steering import Subject
 async def test_the_last_round_is_explained_over_the_health_port() -> None:
     kept = Rounds()
     await rounds(("ns/chat",), 14, lambda of, round_: kept.heard(Subject(of, resource(), ()), round_))
-    runner = await serve(0, lambda: None, lambda: None, kept.explained)
+    runner = await serve(port := free_port("127.0.0.1"), lambda: None, lambda: None, kept.explained)
     try:
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        url = f"http://127.0.0.1:{port}"
         async with aiohttp.ClientSession() as session:
             async with session.get(f"{url}/explain/ns/chat") as answer:
                 found = orjson.loads(await answer.read())

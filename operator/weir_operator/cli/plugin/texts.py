@@ -168,7 +168,7 @@ def advice(pods: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
         best.append(better or present)
         if better is None:
             kept = f"batch {present['batch']} and queue {present['queue']}"
-            lines.append(f"{pod['pod']}: keep {kept}: nothing in reach is better by 4 %.")
+            lines.append(f"{pod['pod']}: keep {kept}: nothing in reach is better by enough.")
         else:
             lines.append(
                 f"{pod['pod']}: batch {present['batch']} → {better['batch']}, queue {present['queue']} → {better['queue']}: "

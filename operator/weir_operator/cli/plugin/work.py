@@ -106,7 +106,8 @@ def report_text(report: Mapping[str, Any]) -> str:
 # ---------------------------------------------------------------- size
 
 async def sized(api: Api, where: Where, raw: Mapping[str, Any], as_json: bool) -> str:
-    """What `weir-server size` prints. Raises NothingToDo with its own sentence where it refuses, Unreachable."""
+    """What `weir-server size` prints. Raises NothingToDo with its own sentence where it refuses, Unreachable. However it ends,
+    the pod that did it is deleted."""
     from weir_operator.plan.args import server_args
     from weir_operator.plan.plan import SpecError, parse
 
@@ -122,8 +123,13 @@ async def sized(api: Api, where: Where, raw: Mapping[str, Any], as_json: bool) -
         deployments = await api.list("Deployment", meta["namespace"], f"{names.OWNER_LABEL}={meta['name']}")
         if not deployments:
             raise NothingToDo("there is no Deployment yet to take the pods' template from")
-        words = kubectl.command(where, *once(meta["name"], deployments[0]["spec"]["template"], asked))
-    status, out, err = await kubectl.run(words)
+        pod = f"{meta['name']}-size-{secrets.token_hex(3)}"
+        words = kubectl.command(where, *once(pod, deployments[0]["spec"]["template"], asked))
+    try:
+        status, out, err = await kubectl.run(words)
+    finally:
+        if not where.local:  # kubectl deletes it too, unless it was ended before it could
+            await kubectl.run(kubectl.command(where, "delete", "pod", pod, "--ignore-not-found", "--wait=false"))
     said = (out + err).strip()
     if "No such command" in said:
         raise NothingToDo("the server in this image has no command `size` yet: its start-up log prints the same arithmetic")
@@ -143,7 +149,7 @@ def _sizing(args: Sequence[str]) -> list[str]:
     return ["size", *(arg for arg in args[1:] if not OPERATORS_OWN.match(arg))]
 
 
-def once(name: str, template: Mapping[str, Any], asked: Sequence[str]) -> list[str]:
+def once(pod: str, template: Mapping[str, Any], asked: Sequence[str]) -> list[str]:
     """kubectl's words for a pod that runs `size` with the template's image, mounts and limits, and is deleted after it.
     Without the template's labels: no Service must find it, and no operator."""
     spec = dict(template["spec"])
@@ -154,6 +160,6 @@ def once(name: str, template: Mapping[str, Any], asked: Sequence[str]) -> list[s
     spec |= {"containers": [container], "restartPolicy": "Never"}
     overrides = {"apiVersion": "v1", "spec": spec}
     return [
-        "run", f"{name}-size-{secrets.token_hex(3)}", f"--image={server['image']}", "--restart=Never", "--rm", "--attach",
+        "run", pod, f"--image={server['image']}", "--restart=Never", "--rm", "--attach",
         "--quiet", "--pod-running-timeout=5m", f"--overrides={json.dumps(overrides)}",
     ]
