@@ -19,8 +19,10 @@ from weir_operator.simulate.load import Arrival
 from weir_operator.simulate.port import BLOCK_TOKENS, CHUNK_BYTES, PodSetup, Port
 from weir_server.contract import BOUNDS, STEP_PRODUCTS, STEP_SUMS, Knobs, Window
 from weir_server.http.observe import INTERVAL_EVERY, INTERVAL_SECONDS, INTERVAL_TOKENS, Row
+from weir_server.kv.shape import Need, Room
 from weir_server.link.messages import Stats
-from weir_server.policy.step import Running, State, Waiting, decide
+from weir_server.policy.state import Running, State, Waiting
+from weir_server.policy.step import decide
 
 
 class Pressed(Exception):
@@ -28,13 +30,13 @@ class Pressed(Exception):
 
 
 class _Row:
-    __slots__ = ("arrival", "begun", "blocks", "computed", "due", "ends", "output", "seen")
+    __slots__ = ("arrival", "begun", "blocks", "computed", "due", "ends", "output", "passed", "seen")
 
     def __init__(self, arrival: Arrival, context: int) -> None:
         self.arrival = arrival
         self.seen = Row(arrival.at, arrival.prompt)
         self.output = min(arrival.output, context - arrival.prompt)
-        self.computed = self.blocks = 0
+        self.computed = self.blocks = self.passed = 0
         self.begun = self.ends = self.due = 0  # numbers of steps: first token, last token, next interval
 
     @property
@@ -148,7 +150,7 @@ class Twin(Port):
         def waiting() -> Iterator[Waiting]:
             for row in self._waiting:
                 offered.append(row)
-                yield Waiting(left=row.arrival.prompt, need=_blocks(row.reach))
+                yield Waiting(left=row.arrival.prompt, need=Need(_blocks(row.reach)), passed=row.passed)
 
         decoding = [_DECODES] * len(self._decoding)
         if growing:
@@ -156,20 +158,24 @@ class Twin(Port):
         prefilling = [Running(r.arrival.prompt - r.computed, 0, r.blocks, r.computed) for r in self._prefilling]
         target, free = self.board.target, self._limit - self._used
         plan = decide(State(
-            running=decoding + prefilling, waiting=waiting(), queued=len(self._waiting), rows=target.max_batch_size,
-            free=free, room=free, budget=self._limit, watermark=target.admission_watermark, starved=self._starved,
+            running=decoding + prefilling, waiting=waiting(), queued=len(self._waiting),
+            head_lane=1 if self._waiting else None, rows=target.max_batch_size,
+            room=Room(free), growth=free, budget=self._limit, watermark=target.admission_watermark, starved=self._starved,
             limits=self.setup.limits,
         ))
         self._starved = plan.starved
         fed = [(row, n) for row, n in zip(self._prefilling, plan.take[len(decoding):], strict=True) if n]
-        for row, n in zip(offered, plan.admit, strict=False):
-            if n:
+        joins = dict(plan.admit)
+        for place, row in enumerate(offered):
+            if n := joins.get(place):
                 self._waiting.remove(row)
                 row.blocks = _blocks(row.reach)
                 self._used += row.blocks
                 self._prefilling.append(row)
                 self.seen.admit(row.seen, self.now, 0)
                 fed.append((row, n))
+            else:
+                row.passed += sum(other > place for other in joins)
         return fed, plan.bound
 
     def _forward(self, rows: int, context: int, fed: list[tuple[_Row, int]]) -> float:
