@@ -56,7 +56,7 @@ class Report:
     def good(self) -> int:
         ttft, tpot = self.slo
         return sum(
-            o.status == 200 and not o.error and o.ttft is not None and (ttft is None or o.ttft <= ttft)
+            not o.error and o.ttft is not None and (ttft is None or o.ttft <= ttft)
             and (tpot is None or o.tpot is None or o.tpot <= tpot)
             for o in self.outcomes
         )
