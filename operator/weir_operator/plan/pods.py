@@ -16,6 +16,8 @@ from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
 START_SECONDS = 600
 """A start may take so long, or the rollout's progress deadline if that is longer: then the start-up probe gives up."""
+STATE = "/tmp"
+"""An emptyDir: what a server notes there is for itself when it comes back after a kill in the same pod."""
 SHORT_DRAIN = 300.0
 """Drains up to this share one grace period, so that changing them restarts nothing."""
 GRACE_MARGIN = 30
@@ -72,6 +74,7 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
     args = [
         *server_args(spec, pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
         f"--control-token-file={names.TOKEN_FILE}", f"--boot-file={names.BOOT_FILE}",
+        f"--leave-seconds={pinned.leave_seconds}", f"--state-dir={STATE}",
     ]
     mounts = [
         {"name": "boot", "mountPath": _folder(names.BOOT_FILE), "readOnly": True},
@@ -87,8 +90,6 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
         **_base(spec, pinned, names.CONTAINER, args, mounts),
         **({"restartPolicy": "Always"} if spec.sidecar else {}),  # of an init container: that makes it a native sidecar
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
-        # Its address leaves the Service while it still takes everything: clients that have not heard of it yet are served.
-        "lifecycle": {"preStop": {"sleep": {"seconds": pinned.leave_seconds}}},
         "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start),
         "readinessProbe": _probe("/ready", periodSeconds=2, timeoutSeconds=5, failureThreshold=3),
         "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
