@@ -192,6 +192,7 @@ def test_pods_are_hardened_and_know_no_service_links() -> None:
     }
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert container["livenessProbe"]["terminationGracePeriodSeconds"] < spec["terminationGracePeriodSeconds"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
 

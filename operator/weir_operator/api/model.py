@@ -83,8 +83,8 @@ class Model(Part):
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """Checksum that a downloaded file must have. A Hub's own checksums are always checked."""
     secret_ref: SecretRef | None = None
-    """A Secret whose keys become the environment of the download: HF_TOKEN for hf://; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
-    and what else the AWS clients read for s3://; BEARER_TOKEN for https://."""
+    """A Secret whose keys become the environment of the download: HF_TOKEN for hf://; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY,
+    AWS_REGION and AWS_SESSION_TOKEN for s3://; BEARER_TOKEN for https://."""
     cache: Cache | None = None
     """Where a download is kept. Without it each pod downloads into a folder of its own that ends with it."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
 
+log = logging.getLogger(__name__)
+
 
 def run_operator(
     namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
@@ -26,18 +29,34 @@ def run_operator(
     setup(log_format)
     settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
     try:
-        decisions = DecisionLog(decision_log) if decision_log else None
-    except OSError as e:
-        fail(f"--decision-log {decision_log}: {e.strerror}")
-    try:
-        asyncio.run(_run(settings, [lambda subject, round_: decisions.write(subject.key, round_)] if decisions else []))
+        asyncio.run(_run(settings, _listeners(decision_log)))
+        return 0
     except Unreachable as e:
-        fail(str(e))
+        sentence = str(e)
     except ApiError as e:
-        fail(f"the API server refuses what the operator needs: {e}")
+        sentence = f"the API server refuses what the operator needs: {e}"
+    except DecisionLogFails as e:
+        sentence = f"--decision-log {decision_log}: {e}"
     except OSError as e:
-        fail(f"cannot listen on port {health_port}: {e.strerror or e}")
-    return 0
+        sentence = f"cannot listen on port {health_port}: {e.strerror or e}"
+    if log_format == "text":
+        fail(sentence)
+    log.critical(sentence, extra={"event": "ended"})  # who reads JSON reads all of it
+    return 2
+
+
+class DecisionLogFails(Exception):
+    """The file cannot be opened."""
+
+
+def _listeners(decision_log: Path | None) -> list[Heard]:
+    if decision_log is None:
+        return []
+    try:
+        log_ = DecisionLog(decision_log)
+    except OSError as e:
+        raise DecisionLogFails(e.strerror) from None
+    return [lambda subject, round_: log_.write(subject.key, round_)]
 
 
 async def _run(settings: OperatorSettings, listeners: Sequence[Heard]) -> None:

@@ -21,6 +21,8 @@ STATE = "/tmp"
 SHORT_DRAIN = 300.0
 """Drains up to this share one grace period, so that changing them restarts nothing."""
 GRACE_MARGIN = 30
+DEAD_GRACE = 20
+"""Of a server that its probes found dead: it has nothing to drain."""
 _HARDENED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -85,14 +87,15 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
         mounts.append({"name": "keys", "mountPath": _folder(names.KEYS_FILE), "readOnly": True})
     if _model_volume(resource):
         mounts.append({"name": "model", "mountPath": names.MODEL_MOUNT, "readOnly": True})
+    dead = {"terminationGracePeriodSeconds": DEAD_GRACE}
     longest_start = int(max(START_SECONDS, parse_duration(spec.rollout.progress_deadline)))
     return {
         **_base(spec, pinned, names.CONTAINER, args, mounts),
         **({"restartPolicy": "Always"} if spec.sidecar else {}),  # of an init container: that makes it a native sidecar
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
-        "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start),
+        "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start) | dead,
         "readinessProbe": _probe("/ready", periodSeconds=2, timeoutSeconds=5, failureThreshold=3),
-        "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6) | dead,
     }
 
 
