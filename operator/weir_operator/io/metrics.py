@@ -41,7 +41,7 @@ DECISIONS = Counter("weir_tuner_decisions", "Outcomes of decisions, one for each
 MOVES = Counter("weir_tuner_moves", "Knobs set, by how it went.", ["knob", "result"])
 KNOB = Gauge("weir_tuner_knob", "Effective value as read back.", [*_RESOURCE, "pod", "knob"])
 
-CONDITIONS = ("Ready", "Degraded", "MetricsAvailable", "SLOMet", "Saturated", "Paused", "KnobsUnsupported")
+CONDITIONS = ("Ready", "Available", "Degraded", "MetricsAvailable", "SLOMet", "Saturated", "Paused", "KnobsUnsupported")
 """Exported of each resource: what alerts and overviews ask for."""
 
 
