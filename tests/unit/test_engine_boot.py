@@ -12,12 +12,14 @@ from weir_server.engine.memory import cgroup_limit, memory_used
 from weir_server.engine.plant import measure, solve
 from weir_server.exec.interface import RowResult
 from weir_server.exec.null import NullModel, NullRunner
+from weir_server.kv.shape import Shape
 from weir_server.kv.sizing import HEADROOM, Machine, SizingError, Wish, parse_quantity, size_pool
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
 
 BLOCK = 737_280
 GIB = 1 << 30
+ONE = Shape(16)
 
 
 def machine(limit: int = 4 * GIB) -> Machine:
@@ -48,33 +50,33 @@ def test_a_malformed_quantity_is_one_sentence(text: str) -> None:
 
 
 def test_auto_takes_twice_the_boot_batch_where_memory_allows() -> None:
-    sizing = size_pool(machine(16 * GIB), wish(), BLOCK, 16)
+    sizing = size_pool(machine(16 * GIB), wish(), BLOCK, ONE)
     assert (sizing.num_chunks, sizing.budget, sizing.budget_range) == (4096 + 2, 3019898880, (377487360, 3019898880))
 
 
 def test_auto_takes_what_the_limit_leaves_and_says_the_arithmetic() -> None:
-    sizing = size_pool(machine(2 * GIB), wish(), BLOCK, 16)
+    sizing = size_pool(machine(2 * GIB), wish(), BLOCK, ONE)
     left = int(2 * GIB * 0.9) - (50 << 20) - (513 << 20) - (84 << 20) - HEADROOM
     assert sizing.num_chunks == left // BLOCK
     assert "2048 MiB (the cgroup's) x 0.9" in sizing.lines[0] and "weights 513 MiB" in sizing.lines[1]
 
 
 def test_a_stated_budget_is_rounded_down_and_may_be_raised_up_to_the_pool() -> None:
-    sizing = size_pool(machine(16 * GIB), wish("0.5Gi"), BLOCK, 16)
+    sizing = size_pool(machine(16 * GIB), wish("0.5Gi"), BLOCK, ONE)
     assert sizing.budget == 728 * BLOCK and sizing.budget_range == (512 * BLOCK, 4096 * BLOCK)
-    larger = size_pool(machine(16 * GIB), wish("4Gi"), BLOCK, 16)
+    larger = size_pool(machine(16 * GIB), wish("4Gi"), BLOCK, ONE)
     assert larger.budget == larger.num_chunks * BLOCK - 2 * BLOCK == 4 * GIB // BLOCK * BLOCK
 
 
 def test_a_fraction_is_one_of_what_is_left() -> None:
-    whole = size_pool(machine(2 * GIB), wish("1.0"), BLOCK, 16)
-    half = size_pool(machine(2 * GIB), wish("0.5"), BLOCK, 16)
+    whole = size_pool(machine(2 * GIB), wish("1.0"), BLOCK, ONE)
+    half = size_pool(machine(2 * GIB), wish("0.5"), BLOCK, ONE)
     assert whole.budget and half.budget and half.budget // BLOCK == whole.budget // BLOCK // 2
 
 
 @pytest.mark.parametrize("none", ["none", "0"])
 def test_none_is_the_whole_memory_and_no_knob(none: str) -> None:
-    sizing = size_pool(machine(16 * GIB), wish(none), BLOCK, 16)
+    sizing = size_pool(machine(16 * GIB), wish(none), BLOCK, ONE)
     assert sizing.budget is None and sizing.budget_range is None and sizing.num_chunks > 4098
 
 
@@ -91,12 +93,12 @@ def test_none_is_the_whole_memory_and_no_knob(none: str) -> None:
 )
 def test_what_does_not_fit_is_one_sentence_that_says_what_to_change(limit: int, more: dict[str, object], words: str) -> None:
     with pytest.raises(SizingError, match=words):
-        size_pool(machine(limit), wish(**{"budget": "auto", **more}), BLOCK, 16)  # type: ignore[arg-type]
+        size_pool(machine(limit), wish(**{"budget": "auto", **more}), BLOCK, ONE)  # type: ignore[arg-type]
     assert issubclass(SizingError, UserError)
 
 
 def test_a_lower_least_budget_than_one_context() -> None:
-    sizing = size_pool(machine(16 * GIB), wish("1Gi", budget_min=50_000_000), BLOCK, 16)
+    sizing = size_pool(machine(16 * GIB), wish("1Gi", budget_min=50_000_000), BLOCK, ONE)
     assert sizing.budget_range and sizing.budget_range[0] == 67 * BLOCK
 
 

@@ -78,7 +78,7 @@ def test_two_identical_prompts_in_one_step_compute_both_and_then_hold_their_bloc
     kit.step()
     assert [len(step) for step in kit.runner.steps] == [2]
     assert kit.cached[a, 0] == kit.cached[b, 0] == 0, "nothing is published before the forward"
-    assert kit.engine.batch.blocks.used == 3 + 1 + 1
+    assert kit.engine.batch.cache.held == 3 + 1 + 1
     kit.run()
     assert kit.said[a, 0] == expected(a, 0, 13, 6) and kit.said[b, 0] == expected(b, 0, 13, 6)
 
@@ -111,7 +111,7 @@ def test_choices_share_the_prompt_and_copy_its_tail() -> None:
     assert kit.stats.bound == "prefill"
     kit.step()
     assert [len(row.tokens) for row in kit.runner.steps[1]] == [1, 1, 1, 1]
-    assert kit.engine.batch.blocks.used == 3 + 4
+    assert kit.engine.batch.cache.held == 3 + 4
     kit.run()
     for choice in range(4):
         assert kit.said[a, choice] == expected(a, choice, 13, 6)
@@ -274,8 +274,8 @@ def test_a_preempted_row_keeps_its_place_before_those_that_came_later() -> None:
     while not kit.stats.preempted:
         kit.step()
     late = kit.submit(4, 4)
-    assert [row.id for row in kit.engine.batch.waiting][-1] == late
-    assert kit.engine.batch.waiting[0].id in ids
+    waits = [row.id for row in kit.engine.batch.queue]
+    assert waits[-1] == late and waits[0] in ids
     kit.run()
     assert kit.order[-1] == (late, 0)
 
@@ -284,7 +284,7 @@ def test_cold_prefixes_go_before_anybody_is_preempted() -> None:
     kit = Kit(blocks=12, rows=2)
     kit.submit(30, 2)
     kit.run()
-    assert kit.engine.batch.blocks.cached >= 7
+    assert kit.engine.batch.cache.cached >= 7
     a, b = kit.submit(8, 14), kit.submit(8, 14)
     kit.run()
     assert kit.stats.preempted == 0 and kit.stats.prefix_evictions > 0
@@ -313,12 +313,12 @@ def test_a_lowered_budget_lets_runners_finish_above_it_and_gives_memory_back() -
     kit = Kit(blocks=50, rows=4)
     ids = [kit.submit(30, 12) for _ in range(4)]
     kit.step(2)
-    used = kit.engine.batch.blocks.used
+    used = kit.engine.batch.cache.held
     kit.knob(kv_cache_budget=12 * CHUNK + CHUNK // 2)
-    assert kit.engine.batch.blocks.used == used and kit.engine.effective.kv_cache_budget == 50 * CHUNK
+    assert kit.engine.batch.cache.held == used and kit.engine.effective.kv_cache_budget == 50 * CHUNK
     kit.run()
     assert all(kit.said[id, 0] == expected(id, 0, 30, 12) for id in ids) and kit.stats.preempted == 0
-    pool = kit.engine.batch.pool
+    pool = kit.engine.batch.cache.pool
     assert kit.engine.effective.kv_cache_budget == 12 * CHUNK, "whole chunks, rounded down"
     assert pool.resident <= 12 and len(set(kit.runner.released)) >= used - 12
 
@@ -327,9 +327,9 @@ def test_a_lowered_budget_evicts_cold_prefixes_at_once() -> None:
     kit = Kit(blocks=40)
     kit.submit(60, 2)
     kit.run()
-    assert kit.engine.batch.blocks.cached == 15
+    assert kit.engine.batch.cache.cached == 15
     kit.knob(kv_cache_budget=5 * CHUNK)
-    assert kit.engine.batch.blocks.cached == 5 and len(kit.runner.released) == 11
+    assert kit.engine.batch.cache.cached == 5 and len(kit.runner.released) == 11
 
 
 def test_queued_rows_that_the_lowered_budget_cannot_hold_are_handed_back() -> None:
@@ -372,8 +372,8 @@ def test_a_row_whose_credit_is_spent_comes_back_only_with_room_for_its_rest() ->
     ids = [kit.submit(6, 50), kit.submit(6, 40), kit.submit(6, 40)]
     seen: dict[int, int] = {}
     while kit.engine.busy:
-        state, offers = kit.engine.batch.view(kit.knobs, kit.engine.config.limits, 0)
-        needs = [waiting.need for waiting in state.waiting]
+        state, offers = kit.engine.batch.view(kit.clock.now, kit.knobs, kit.engine.config.limits, 0)
+        needs = [waiting.need.full for waiting in state.waiting]
         for need, offer in zip(needs, offers, strict=True):
             row = offer.row
             seen[row.credits] = need - -(-(row.final - 1) // SIZE)
@@ -404,7 +404,7 @@ def test_at_its_deadline_the_queue_is_handed_back_and_runners_end() -> None:
     assert "shutting down" in kit.ended[a, 0].message and "shutting down" in kit.ended[b, 0].message
     c = kit.submit(5, 4)
     assert kit.reason(c) == "handed_back"
-    assert not kit.engine.busy and kit.engine.batch.blocks.used == 0
+    assert not kit.engine.busy and kit.engine.batch.cache.held == 0
 
 
 # ---------------------------------------------------------------- prefill

@@ -13,15 +13,15 @@ from weir_server.link.messages import Cancel
 def advance(meter: Meter, now: float, **gauges: object) -> None:
     values: dict[str, object] = {
         "running": 0, "prefilling": 0, "decoding": False, "waiting": 0, "oldest_arrival": None, "bound": None,
-        "blocks": (0, 0, 9), "resident": 0,
+        "chunks": (0, 0, 9), "resident": 0,
     }
     meter.advance(now, **{**values, **gauges})  # type: ignore[arg-type]
 
 
 def test_integrals_are_of_the_gauges_that_held_until_now() -> None:
-    meter = Meter(10.0, block_bytes=100)
-    advance(meter, 11.0, running=3, prefilling=1, decoding=True, waiting=2, bound="kv", blocks=(5, 1, 3))
-    advance(meter, 13.0, running=1, prefilling=1, waiting=1, bound="slots", blocks=(2, 0, 7))
+    meter = Meter(10.0, chunk_bytes=100)
+    advance(meter, 11.0, running=3, prefilling=1, decoding=True, waiting=2, bound="kv", chunks=(5, 1, 3))
+    advance(meter, 13.0, running=1, prefilling=1, waiting=1, bound="slots", chunks=(2, 0, 7))
     advance(meter, 14.0)
     s = meter.stats
     assert (s.decoding_seconds, s.running_seconds, s.waiting_seconds) == (2.0, 6.0, 5.0)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from weir_server.kv.blocks import BlockAllocator
+from weir_server.kv.cache import Cache
 from weir_server.kv.pool import ChunkPool, usable_chunks
 from weir_server.kv.prefix import Chain, PrefixCache, domain
+from weir_server.kv.shape import Shape
 
 SIZE = 4
 
@@ -15,13 +16,36 @@ def chain(salt: str = "") -> Chain:
     return Chain(domain("m", salt), SIZE)
 
 
-def allocator(chunks: int = 10) -> BlockAllocator:
-    return BlockAllocator(ChunkPool(chunks, 100), PrefixCache(), SIZE)
+class One(Cache):
+    """A cache of full attention alone, by its allocator's words."""
+
+    def __init__(self, chunks: int = 10, newest_first: bool = False) -> None:
+        super().__init__(chunks, 100, Shape(SIZE), PrefixCache(newest_first))
+        self.allocate, self.share, self.cold_of = self.full.allocate, self.full.share, self.full.cold_of
+        self.prefix: PrefixCache
+
+    @property
+    def used(self) -> int:
+        return self.full.used
+
+    @property
+    def free(self) -> int:
+        return self.pool.free
+
+    def alone(self, blocks: list[int]) -> int:
+        return self.freed_by(blocks, ()).chunks
+
+    def let_go(self, blocks: list[int]) -> None:
+        self.release(blocks, ())
 
 
-def publish(blocks: BlockAllocator, tokens: list[int], keys: Chain) -> list[int]:
+def allocator(chunks: int = 10) -> One:
+    return One(chunks)
+
+
+def publish(blocks: One, tokens: list[int], keys: Chain) -> list[int]:
     """A row that computed `tokens` and published all of its full blocks."""
-    table = [blocks.allocate() for _ in range(blocks.blocks_for(len(tokens)))]
+    table = [blocks.allocate() for _ in range(blocks.shape.blocks(len(tokens)))]
     for i in range(len(tokens) // SIZE):
         assert blocks.prefix.publish(keys, tokens, table, i) == table[i]
     return table
@@ -83,17 +107,17 @@ def test_blocks_are_counted_by_reference() -> None:
     a = blocks.allocate()
     blocks.share(a)
     assert (blocks.used, blocks.alone([a])) == (1, 0)
-    blocks.release([a])
+    blocks.let_go([a])
     assert (blocks.used, blocks.alone([a])) == (1, 1)
-    blocks.release([a])
+    blocks.let_go([a])
     assert (blocks.used, blocks.free) == (0, 8)
-    blocks.release([])
+    blocks.let_go([])
 
 
 def test_a_published_block_stays_cached_and_is_found_again() -> None:
     blocks, tokens = allocator(), list(range(10))
     table = publish(blocks, tokens, chain())
-    blocks.release(table)
+    blocks.let_go(table)
     assert (blocks.used, blocks.cached, blocks.free) == (0, 2, 6)
     found = blocks.prefix.match(chain(), [*tokens[:8], 99], 2)
     assert found == table[:2] and blocks.cold_of(found) == 2
@@ -137,8 +161,8 @@ def test_uninitialized_blocks_go_first_then_the_least_recent_tail() -> None:
     blocks = allocator(chunks=8)  # six usable
     old = publish(blocks, list(range(8)), chain())
     new = publish(blocks, list(range(50, 58)), chain())
-    blocks.release(old)
-    blocks.release(new)
+    blocks.let_go(old)
+    blocks.let_go(new)
     got = [blocks.allocate() for _ in range(5)]
     assert not set(got[:2]) & {*old, *new}
     assert got[2:] == [old[1], old[0], new[1]]
@@ -149,28 +173,28 @@ def test_a_prefix_that_was_used_again_is_recent_again() -> None:
     blocks = allocator(chunks=6)
     old = publish(blocks, list(range(8)), chain())
     new = publish(blocks, list(range(50, 58)), chain())
-    blocks.release(old)
-    blocks.release(new)
+    blocks.let_go(old)
+    blocks.let_go(new)
     blocks.share(old[0])
-    blocks.release([old[0]])
+    blocks.let_go([old[0]])
     assert [blocks.allocate() for _ in range(4)] == [old[1], new[1], new[0], old[0]]
 
 
 def test_nothing_is_left_to_find_when_all_is_evicted() -> None:
     blocks = allocator(chunks=4)
-    blocks.release(publish(blocks, list(range(8)), chain()))
+    blocks.let_go(publish(blocks, list(range(8)), chain()))
     blocks.allocate()
     blocks.allocate()
     assert blocks.prefix.match(chain(), list(range(8)), 2) == [] and blocks.prefix.cold == 0
-    with pytest.raises(KeyError):
+    with pytest.raises(IndexError):
         blocks.allocate()
 
 
 def test_a_lowered_budget_evicts_cold_blocks_and_keeps_held_ones() -> None:
     blocks = allocator()
     held = [blocks.allocate() for _ in range(3)]
-    blocks.release(publish(blocks, list(range(16)), chain()))
-    blocks.pool.set_budget(200, blocks.used)
+    blocks.let_go(publish(blocks, list(range(16)), chain()))
+    blocks.pool.set_budget(200, blocks.held)
     released = blocks.trim()
     assert len(released) == 4 and not set(released) & set(held)
     assert (blocks.used, blocks.cached, blocks.pool.resident) == (3, 0, 3)
@@ -179,7 +203,7 @@ def test_a_lowered_budget_evicts_cold_blocks_and_keeps_held_ones() -> None:
 def test_an_allocation_prefers_evicting_to_going_above_the_budget() -> None:
     blocks = allocator()
     cold = publish(blocks, list(range(8)), chain())
-    blocks.release(cold)
+    blocks.let_go(cold)
     blocks.pool.set_budget(200, 0)
     assert [blocks.allocate(), blocks.allocate()] == [cold[1], cold[0]]
     blocks.allocate()  # a lone row's growth: the policy's decision, obeyed

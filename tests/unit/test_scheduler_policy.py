@@ -7,12 +7,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weir_server.link.errors import UserError
+from weir_server.kv.shape import Need, Room
+from weir_server.policy.admit import PASSES
 from weir_server.policy.limits import CHUNK_DECODING, CHUNK_IDLE, Limits, context_per_slot, token_budget
-from weir_server.policy.step import Running, State, Waiting, decide, victims
+from weir_server.policy.pressure import stalled_victims
+from weir_server.policy.state import Running, State
+from weir_server.policy.state import Waiting as Asks
+from weir_server.policy.step import decide
 
 
-def decoding(need: int = 0, computed: int = 10, frees: int = 0, pages: int = 1) -> Running:
-    return Running(left=0, need=need, pages=pages, computed=computed, frees=frees)
+def decoding(need: int = 0, computed: int = 10, frees: int = 0, pages: int = 1, **more: int) -> Running:
+    return Running(left=0, need=need, pages=pages, computed=computed, frees=Room(frees), **more)
+
+
+def Waiting(left: int, need: int, lane: int = 1, passed: int = 0) -> Asks:  # noqa: N802
+    return Asks(left, Need(need), lane, passed)
+
+
+def victims(running: list[Running], room: int, pressure: str = "least_progress") -> tuple[int, ...]:
+    return stalled_victims(running, room, pressure)
 
 
 def prefilling(left: int, computed: int = 0) -> Running:
@@ -21,9 +34,10 @@ def prefilling(left: int, computed: int = 0) -> Running:
 
 def state(running: list[Running] = (), waiting: list[Waiting] = (), **more: object) -> State:  # type: ignore[assignment]
     values: dict[str, object] = {
-        "queued": more.pop("queued", None) or len(waiting), "rows": 8, "free": 100, "room": 100, "budget": 100,
-        "watermark": 0.0, "starved": 0, "limits": Limits(tokens=1000),
-    }
+        "queued": more.pop("queued", None) or len(waiting), "rows": 8, "room": Room(more.pop("free", 100)), "growth": 100,  # type: ignore[arg-type]
+        "budget": 100, "watermark": 0.0, "starved": 0, "limits": Limits(tokens=1000),
+        "head_lane": waiting[0].lane if isinstance(waiting, list) and waiting else None,
+    }  # fmt: skip
     return State(running=running, waiting=waiting, **{**values, **more})  # type: ignore[arg-type]
 
 
@@ -52,7 +66,7 @@ def test_chunk_zero_takes_prompts_whole_and_splits_only_what_no_step_could_hold(
 
 def test_several_prompts_share_a_chunk_in_order() -> None:
     plan = decide(state([decoding(), prefilling(40)], [Waiting(left=20, need=2), Waiting(left=90, need=6)]))
-    assert (plan.take, plan.admit, plan.bound) == ((1, 40), (20, 4), None)
+    assert (plan.take, plan.admit, plan.bound) == ((1, 40), ((0, 20), (1, 4)), None)
 
 
 def test_the_head_waits_for_prompt_tokens_when_the_chunk_is_spent() -> None:
@@ -67,30 +81,48 @@ def test_slots_are_named_before_anything_else_and_a_lowered_cap_as_drain() -> No
 
 def test_the_watermark_is_kept_free_only_while_something_decodes() -> None:
     head = [Waiting(left=8, need=95)]
-    assert decide(state([prefilling(5)], head, watermark=0.1)).admit == (8,)
+    assert decide(state([prefilling(5)], head, watermark=0.1)).admit == ((0, 8),)
     refused = decide(state([decoding()], head, watermark=0.1))
     assert (refused.admit, refused.bound) == ((), "kv")
-    assert decide(state([decoding()], [Waiting(8, 90)], watermark=0.1)).admit == (8,)
+    assert decide(state([decoding()], [Waiting(8, 90)], watermark=0.1)).admit == ((0, 8),)
     assert decide(state([decoding()], [Waiting(8, 91)], watermark=0.1)).admit == ()
 
 
 def test_a_row_that_runs_alone_is_asked_nothing() -> None:
-    assert decide(state([], [Waiting(8, 100)], watermark=0.5)).admit == (8,)
-    assert decide(state([], [Waiting(8, 500)])).admit == (8,), "a preempted row above a lowered budget"
-    assert decide(state([], [Waiting(8, 60), Waiting(8, 41)])).admit == (8,)
+    assert decide(state([], [Waiting(8, 100)], watermark=0.5)).admit == ((0, 8),)
+    assert decide(state([], [Waiting(8, 500)])).admit == ((0, 8),), "a preempted row above a lowered budget"
+    assert decide(state([], [Waiting(8, 60), Waiting(8, 41)])).admit == ((0, 8),)
 
 
 def test_growth_of_this_step_is_taken_before_admissions() -> None:
     assert decide(state([decoding(need=1)], [Waiting(8, 100)])).admit == ()
-    assert decide(state([decoding(need=1)], [Waiting(8, 99)])).admit == (8,)
+    assert decide(state([decoding(need=1)], [Waiting(8, 99)])).admit == ((0, 8),)
 
 
-def test_nobody_overtakes_a_head_that_does_not_fit() -> None:
-    plan = decide(state([decoding()], [Waiting(8, 101), Waiting(8, 1)]))
+def test_a_bounded_few_pass_a_head_that_does_not_fit_and_then_nobody() -> None:
+    others = [Waiting(8, 1)] * 20
+    plan = decide(state([decoding()], [Waiting(8, 101), *others], rows=40, limits=Limits(1000, chunk=500, prompts=99)))
+    assert [place for place, _ in plan.admit] == list(range(1, PASSES + 1)) and plan.bound == "kv"
+    plan = decide(state([decoding()], [Waiting(8, 101, passed=PASSES - 2), *others], limits=Limits(1000, chunk=500)))
+    assert [place for place, _ in plan.admit] == [1, 2]
+    plan = decide(state([decoding()], [Waiting(8, 101, passed=PASSES), *others]))
     assert (plan.admit, plan.bound) == ((), "kv")
 
 
-def test_no_more_of_the_queue_is_looked_at_than_is_admitted_plus_one() -> None:
+def test_every_row_that_is_passed_counts_not_the_head_alone() -> None:
+    queue = [Waiting(8, 101), Waiting(8, 99, passed=PASSES - 1), Waiting(8, 60), Waiting(8, 1), Waiting(8, 1)]
+    plan = decide(state([decoding()], queue, free=50, limits=Limits(1000, chunk=500)))
+    assert [place for place, _ in plan.admit] == [3]
+
+
+def test_past_a_head_that_waits_for_tokens_nobody_goes() -> None:
+    plan = decide(state([decoding(), prefilling(500)], [Waiting(20, 2), Waiting(1, 1)]))
+    assert (plan.admit, plan.bound) == ((), "prefill")
+
+
+@pytest.mark.parametrize(("rows", "looks"), [(1, 0), (3, 2), (99, 2 + 1 + PASSES)])
+def test_only_a_bounded_part_of_the_queue_is_looked_at(rows: int, looks: int) -> None:
+    """None beyond the free slots; where the third does not fit, it and those that may pass it."""
     looked: list[int] = []
 
     def queue() -> object:
@@ -98,8 +130,8 @@ def test_no_more_of_the_queue_is_looked_at_than_is_admitted_plus_one() -> None:
             looked.append(i)
             yield Waiting(left=4, need=40)
 
-    plan = decide(state([decoding()], queue(), queued=1000))  # type: ignore[arg-type]
-    assert len(plan.admit) == 2 and looked == [0, 1, 2]
+    decide(state([decoding()], queue(), queued=1000, rows=rows))  # type: ignore[arg-type]
+    assert looked == list(range(looks))
 
 
 def test_victims_are_those_who_lose_least_then_the_newest_never_the_oldest() -> None:
@@ -115,7 +147,7 @@ def test_a_victim_that_frees_nothing_is_spared() -> None:
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:
-    plan = decide(state([decoding(1, 9, 4), decoding(1, 2, 4)], [Waiting(4, 1)], room=1))
+    plan = decide(state([decoding(1, 9, 4), decoding(1, 2, 4)], [Waiting(4, 1)], growth=1))
     assert (plan.take, plan.preempt, plan.admit, plan.bound) == ((1, 0), (1,), (), "kv")
 
 
@@ -154,32 +186,48 @@ def test_without_a_grant_decodes_may_keep_a_prefill_out() -> None:
     running=st.lists(
         st.builds(
             Running, left=st.sampled_from([0, 0, 3, 40]), need=st.integers(0, 1), pages=st.integers(1, 9),
-            computed=st.integers(0, 50), frees=st.integers(0, 9),
+            computed=st.integers(0, 50), generated=st.integers(0, 9), lane=st.integers(0, 2),
+            frees=st.integers(0, 9).map(Room),
         ),
         max_size=12,
     ),
-    waiting=st.lists(st.builds(Waiting, st.integers(1, 50), st.integers(0, 20), st.booleans()), max_size=8),
-    rows=st.integers(1, 12), free=st.integers(-20, 60), room=st.integers(-20, 60), watermark=st.floats(0, 0.5),
-    tokens=st.integers(1, 40), chunk=st.sampled_from([None, 0, 1, 7]), grant=st.integers(0, 3), starved=st.integers(0, 5),
-)
+    waiting=st.lists(
+        st.builds(Waiting, st.integers(0, 50), st.integers(0, 20), lane=st.integers(0, 2), passed=st.integers(0, 8)), max_size=8
+    ),
+    rows=st.integers(1, 12), free=st.integers(-20, 60), growth=st.integers(-20, 60), watermark=st.floats(0, 0.5),
+    starved=st.integers(0, 5),
+    limits=st.builds(
+        Limits, st.integers(1, 40), chunk=st.sampled_from([None, 0, 1, 7]), grant=st.integers(0, 3), prompts=st.integers(1, 5),
+        padded=st.sampled_from([None, 0, 9]), prefill_first=st.booleans(),
+        pressure=st.sampled_from(["newest_stalled", "least_progress"]),
+        slot_victims=st.sampled_from([None, "longest-first", "lowest-priority"]),
+    ),
+)  # fmt: skip
 def test_every_plan_keeps_its_budgets_and_is_empty_only_if_nothing_can_go(
-    running: list[Running], waiting: list[Waiting], rows: int, free: int, room: int, watermark: float,
-    tokens: int, chunk: int | None, grant: int, starved: int,
-) -> None:
+    running: list[Running], waiting: list[Asks], rows: int, free: int, growth: int, watermark: float, starved: int,
+    limits: Limits,
+) -> None:  # fmt: skip
     s = state(
-        running, waiting, rows=rows, free=free, room=room, watermark=watermark, starved=starved,
-        limits=Limits(tokens, chunk=chunk, grant=grant),
-    )
+        running, waiting, rows=rows, free=free, growth=growth, watermark=watermark, starved=starved, limits=limits
+    )  # fmt: skip
     plan = decide(s)
-    assert sum(plan.take) + sum(plan.admit) <= tokens
-    assert not plan.admit or len(running) + len(plan.admit) <= rows
+    prompts = [n for n, row in zip(plan.take, running, strict=True) if n and row.left]
+    prompts += [n for place, n in plan.admit if waiting[place].left]
+    assert sum(plan.take) + sum(n for _, n in plan.admit) <= limits.tokens
+    assert not plan.admit or len(running) - len(plan.preempt) + len(plan.admit) <= rows
     assert all(0 <= n <= (row.left or 1) for n, row in zip(plan.take, running, strict=True))
-    assert all(0 < n <= row.left for n, row in zip(plan.admit, waiting, strict=False))
-    assert all(plan.take[i] == 0 for i in plan.preempt) and 0 not in plan.preempt
+    assert all(0 < n <= (waiting[place].left or 1) for place, n in plan.admit)
+    assert len(prompts) <= 1 or (len(prompts) <= limits.prompts and len(prompts) * max(prompts) <= limits.padded_tokens)
+    assert all(plan.take[i] == 0 for i in plan.preempt)
+    assert 0 not in plan.preempt or plan.cause == "slots", "the oldest gives way in memory"
+    assert plan.cause in (None, "kv") or all(running[i].lane > waiting[0].lane for i in plan.preempt)
+    assert plan.cause in (None, "kv") or [place for place, _ in plan.admit] in ([], [0])
+    passed = {j: sum(place > j for place, _ in plan.admit) for j in range(len(waiting)) if j not in dict(plan.admit)}
+    assert all(n == 0 or waiting[j].passed + n <= PASSES for j, n in passed.items())
     assert (plan.bound is None) == (len(plan.admit) == len(waiting))
     assert decide(s) == plan, "the same input gives the same plan"
     if plan.empty:
-        assert not running and (not waiting or waiting[0].blocked)
+        assert not running and not waiting
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from weir_server.engine.plant import measure
 from weir_server.exec.interface import Runner
 from weir_server.exec.null import NullModel
 from weir_server.kv.pool import usable_chunks
+from weir_server.kv.shape import Shape
 from weir_server.kv.sizing import Machine, Sizing, Wish, size_pool
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot, Quit, Ready, ToChild, ToParent
-from weir_server.policy.limits import Limits, token_budget
+from weir_server.policy.limits import PRESSURE, Limits, token_budget
 
 log = logging.getLogger("weir.engine")
 
@@ -66,22 +67,22 @@ def run(boot: Boot, channel: Channel) -> None:
     process = memory_used()
     model = _load(boot)
     plan = plan_boot(boot, model, process)
-    runner = model.runner(plan.sizing.num_chunks)
+    runner = model.runner(plan.sizing.num_chunks, plan.sizing.swap_chunks)
     engine, envelope = Engine(runner, plan.config, plan.knobs), plan.envelope
     if not runner.supports_batching:
         log.warning("%s does not support batched decode; clamping max_batch_size", boot.model)
         envelope = Envelope((1, 1), envelope.kv_cache_budget, envelope.max_queue_depth, envelope.admission_watermark)
         engine.target = plan.knobs.merged({"max_batch_size": 1})
     log.info("Model %s decode path: %s", boot.model, model.decode_path)
-    usable = usable_chunks(plan.sizing.num_chunks)
+    usable, context = usable_chunks(plan.sizing.num_chunks), plan.config.context_per_slot
     plant, steps = measure(
-        runner, usable=usable, context=plan.config.context_per_slot, max_rows=envelope.max_batch_size[1],
+        runner, usable=usable, context=context, max_rows=envelope.max_batch_size[1],
         prefill_tokens=plan.config.limits.prefill_tokens(decoding=True),
     )
     channel.send(
         Ready(
-            model=model.model, vocab_size=runner.vocab_size, context_per_slot=plan.config.context_per_slot,
-            max_servable=min(plan.config.context_per_slot, usable * boot.page_size), envelope=envelope,
+            model=model.model, vocab_size=runner.vocab_size, context_per_slot=context,
+            max_servable=engine.batch.cache.shape.servable(usable, context), envelope=envelope,
             geometry=runner.geometry, usable_blocks=usable, boot=engine.target, plant=plant, plant_steps=steps,
             sizing=plan.sizing.lines, load_seconds=time.monotonic() - started, memory_used=memory_used(),
         )
@@ -116,15 +117,17 @@ def _patience(engine: Engine) -> float | None:
 def plan_boot(boot: Boot, model: Model, process: int) -> Plan:
     """Envelope, knobs, step limits and pool size. `process`: bytes used before the model was loaded. Raises UserError."""
     context = min(boot.context_per_slot or model.context_length, model.context_length)
-    most_rows = max(boot.max_requests_per_batch or MAX_BATCH, 1)
-    if boot.max_batch_size > most_rows:
-        if boot.max_requests_per_batch:
-            raise UserError(f"--max-batch-size {boot.max_batch_size} is above --max-requests-per-batch {most_rows}")
-        most_rows = boot.max_batch_size
+    rows = boot.max_batch_size if boot.batching else 1
+    most_rows = _most_rows(boot, rows)
     limits = Limits(
         tokens=boot.max_batch_tokens or token_budget(most_rows, boot.prefill_chunk, context),
         chunk=boot.prefill_chunk,
         grant=boot.prefill_grant_interval,
+        prompts=max(1, boot.max_batch_prefill),
+        padded=boot.max_batch_prefill_tokens,
+        prefill_first=boot.scheduler == "prefill_first",
+        pressure=PRESSURE if boot.pressure_policy == "auto" else boot.pressure_policy,
+        slot_victims=boot.preemption_policy if boot.enable_preemption else None,
     )
     cgroup, host = cgroup_limit(), host_available() + memory_used()
     machine = Machine(
@@ -136,18 +139,36 @@ def plan_boot(boot: Boot, model: Model, process: int) -> Plan:
     )
     wish = Wish(
         budget=boot.kv_cache_budget, budget_min=boot.kv_cache_budget_min, num_blocks=boot.num_blocks,
-        share=boot.max_memory_percent, context=context, slots=boot.max_batch_size,
+        share=boot.max_memory_percent, context=context, slots=rows, swap_bytes=boot.swap_bytes,
     )
-    sizing = size_pool(machine, wish, model.chunk_bytes(boot.page_size), boot.page_size)
+    geometry = model.geometry(boot.page_size)
+    sizing = size_pool(machine, wish, geometry.chunk_bytes, Shape.of(geometry, model.window, limits.piece))
     knobs = Knobs(
-        max_batch_size=boot.max_batch_size,
+        max_batch_size=rows,
         kv_cache_budget=sizing.budget,
         admission_watermark=0.0 if sizing.budget is None else boot.admission_watermark,
         max_queue_depth=boot.max_queue_depth,
     )
     envelope = Envelope((1, most_rows), sizing.budget_range, (1, max(MAX_QUEUE, boot.max_queue_depth)), (0.0, MAX_WATERMARK))
-    config = EngineConfig(context, sizing.num_chunks, limits, model=boot.model, prefix_cache=boot.prefix_cache)
+    config = EngineConfig(
+        context, sizing.num_chunks, limits, model=boot.model, prefix_cache=boot.prefix_cache, swap_chunks=sizing.swap_chunks
+    )
     return Plan(config, knobs, envelope, sizing)
+
+
+def _most_rows(boot: Boot, rows: int) -> int:
+    """The envelope's upper bound of max_batch_size: no more than the tokens of a step, or a decode row might never run."""
+    if not boot.batching:
+        return 1
+    most = max(boot.max_requests_per_batch or MAX_BATCH, 1)
+    if rows > most and boot.max_requests_per_batch:
+        raise UserError(f"--max-batch-size {rows} is above --max-requests-per-batch {most}")
+    if boot.max_batch_tokens and rows > boot.max_batch_tokens:
+        raise UserError(
+            f"--max-batch-size {rows} is above --max-batch-tokens {boot.max_batch_tokens}: each row takes a token of a step"
+        )
+    most = max(most, rows)
+    return min(most, boot.max_batch_tokens) if boot.max_batch_tokens else most
 
 
 def _load(boot: Boot) -> Model:

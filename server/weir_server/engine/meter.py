@@ -16,25 +16,25 @@ MEMORY_EVERY = 1.0
 class Meter:
     """`stats` is live: encode or copy it before the next step."""
 
-    def __init__(self, now: float, block_bytes: int) -> None:
+    def __init__(self, now: float, chunk_bytes: int) -> None:
         self.stats = Stats(
             head_wait_seconds=dict.fromkeys(BOUNDS, 0.0),
             step=dict.fromkeys(STEP_SUMS, 0.0),
             decode_only=dict.fromkeys(STEP_SUMS, 0.0),
             products=dict.fromkeys(STEP_PRODUCTS, 0.0),
-            preemptions_by_cause={"kv": 0},
+            preemptions_by_cause={"kv": 0, "priority": 0, "slots": 0},
             invariant_violations={f"I{i}": 0 for i in range(1, 10)},
         )
-        self.block_bytes = block_bytes
+        self.chunk_bytes = chunk_bytes
         self._now = now
         self._decoding = False
         self._memory_at = float("-inf")
 
     def advance(
         self, now: float, *, running: int, prefilling: int, decoding: bool, waiting: int,
-        oldest_arrival: float | None, bound: str | None, blocks: tuple[int, int, int], resident: int,
+        oldest_arrival: float | None, bound: str | None, chunks: tuple[int, int, int], resident: int,
     ) -> None:
-        """Integrate the gauges up to `now`, then set them. `blocks`: used, cached, free; `resident`: those with memory."""
+        """Integrate the gauges up to `now`, then set them. `chunks`: used, cached, free; `resident`: those with memory."""
         s, dt = self.stats, now - self._now
         if self._decoding:
             s.decoding_seconds += dt
@@ -47,9 +47,9 @@ class Meter:
         self._now, self._decoding = now, decoding
         s.running, s.prefilling, s.waiting = running, prefilling, waiting
         s.oldest_arrival, s.bound = oldest_arrival, bound
-        s.kv_blocks_used, s.kv_blocks_cached, s.kv_blocks_free = blocks
-        s.kv_used_bytes, s.kv_cached_bytes = blocks[0] * self.block_bytes, blocks[1] * self.block_bytes
-        s.kv_resident_bytes = resident * self.block_bytes
+        s.kv_blocks_used, s.kv_blocks_cached, s.kv_blocks_free = chunks
+        s.kv_used_bytes, s.kv_cached_bytes = chunks[0] * self.chunk_bytes, chunks[1] * self.chunk_bytes
+        s.kv_resident_bytes = resident * self.chunk_bytes
 
     def count_step(self, seconds: float, rows: int, context: int, prefill: int, recomputed: int) -> None:
         """One step: decode rows, context tokens that they read, prompt tokens, of which computed before."""

@@ -1,18 +1,20 @@
 """The server's measurement of itself at boot: step = a + b·rows + c·context + p·prefill tokens, in at most two seconds.
 
 Four kinds of step are timed, interleaved so that a disturbance hits all of them alike, and their medians solved for the
-four coefficients. Rows share the blocks of their context and read zeros: the time of a step does not depend on the values.
+four coefficients. Rows share the blocks of their context, and one ring where there are sliding layers: the time of a step does
+not depend on the values.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from weir_server.contract import Plant
 from weir_server.exec.interface import RowWork, Runner
 from weir_server.kv.pool import RESERVED_CHUNKS
+from weir_server.kv.shape import Shape
 from weir_server.link.messages import Sampling
 
 SECONDS = 1.8
@@ -26,23 +28,28 @@ def measure(
     runner: Runner, *, usable: int, context: int, max_rows: int, prefill_tokens: int,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[Plant, dict[str, float]]:
-    """The plant, and the medians that it comes from by name, in seconds. Writes blocks of an idle runner's pool."""
-    size = runner.geometry.block_tokens
-    blocks = range(RESERVED_CHUNKS, RESERVED_CHUNKS + usable)
-    rows = max(2, min(ROWS, max_rows, usable // 2)) if runner.supports_batching and min(max_rows, usable // 2) > 1 else 1
-    room = (usable - rows) * size  # tokens of the shared context: each row writes a block of its own behind it
+    """The plant, and the medians that it comes from by name, in seconds. Writes `usable` chunks of an idle runner's pool."""
+    shape = Shape.of(runner.geometry, runner.window, prefill_tokens)
+    size, full, per_ring = shape.block_tokens, shape.full_per_chunk, shape.ring_per_chunk
+    ring = list(range(RESERVED_CHUNKS * per_ring, (RESERVED_CHUNKS + usable) * per_ring))[: shape.need(0, context).ring]
+    taken = RESERVED_CHUNKS + (-(-len(ring) // per_ring) if ring else 0)
+    blocks = range(taken * full, (RESERVED_CHUNKS + usable) * full)
+    most = len(blocks) if full else (ROWS + 1) * shape.blocks(context)
+    rows = max(2, min(ROWS, max_rows, most // 2)) if runner.supports_batching and min(max_rows, most // 2) > 1 else 1
+    room = (most - rows) * size  # tokens of the shared context: each row writes a block of its own behind it
     short, long = min(SHORT, room, context - 1), min(LONG, room, context - 1)
     chunk = max(1, min(prefill_tokens, room, context - 1))
 
     def decode(n: int, held: int) -> list[RowWork]:
-        shared = list(blocks[: held // size])
-        return [_row([1], len(shared) * size, [*shared, blocks[-1 - i]], i) for i in range(n)]
+        start = held // size * size
+        shared = blocks[: start // size]
+        return [_row([1], start, [*shared, blocks[-1 - i]] if full else [], ring, i) for i in range(n)]
 
     kinds = {
         "1 row": decode(1, short),
         f"{rows} rows": decode(rows, short),
         f"{rows} rows at {long} tokens": decode(rows, long),
-        f"prefill chunk of {chunk}": [_row([1] * chunk, 0, list(blocks[: -(-chunk // size)]), 0)],
+        f"prefill chunk of {chunk}": [_row([1] * chunk, 0, blocks[: shape.blocks(chunk)], ring, 0)],
     }
     times: dict[str, list[float]] = {name: [] for name in kinds}
     end = clock() + SECONDS
@@ -54,7 +61,8 @@ def measure(
             runner.execute(work)
             if repeat or clock() > end:  # the first of each kind warms up
                 times[name].append(clock() - start)
-    runner.release_chunks(sorted({block for work in kinds.values() for row in work for block in row.blocks}))
+    runner.release_chunks(sorted({b // full for work in kinds.values() for row in work for b in row.blocks}))
+    runner.release_chunks(sorted({b // per_ring for b in ring}))
     steps = {name: median(values) for name, values in times.items()}
     one, many, far, prompt = steps.values()
     return solve(one, many, far, prompt, rows, _held(short, size), _held(long, size), chunk, prefill_tokens), steps
@@ -74,6 +82,6 @@ def _held(tokens: int, size: int) -> int:
     return tokens // size * size + 1
 
 
-def _row(tokens: list[int], start: int, blocks: list[int], choice: int) -> RowWork:
+def _row(tokens: list[int], start: int, blocks: Sequence[int], ring: list[int], choice: int) -> RowWork:
     context = [1] * (start + len(tokens))
-    return RowWork(tokens, start, blocks, True, _SAMPLING, choice, context, prompt_len=len(context))
+    return RowWork(tokens, start, list(blocks), True, _SAMPLING, choice, context, prompt_len=len(context), ring=ring)

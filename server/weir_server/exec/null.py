@@ -1,4 +1,4 @@
-"""A runner that computes nothing: token ids from hash(seed, choice, position), no logits.
+"""A runner that computes nothing: token ids from hash(seed, choice, position), no logits, a prompt's logprobs −1, −2, …
 
 Behind the same scheduler, cache, commit and link it shows what the engine itself costs, and it makes the right output of any
 request known in advance. `NullModel` stands where a loaded model does.
@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from weir_server.contract import Geometry
 from weir_server.exec.interface import FULL, RowResult, RowWork
+from weir_server.link.messages import TokenLogprobs
 
 VOCAB = 32000
 CONTEXT = 8192
@@ -35,11 +36,16 @@ class NullRunner:
         self.vocab_size = vocab_size
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
-        return [
+        results = [
             RowResult(null_token(row.sampling.seed, row.choice, row.start + len(row.tokens), self.vocab_size))
             if row.sample else RowResult()
             for row in rows
         ]  # fmt: skip
+        for row, result in zip(rows, results, strict=True):
+            if row.prompt_logprobs >= 0:
+                told = min(row.start + len(row.tokens), row.prompt_len - 1) - row.start
+                result.prompt_logprobs = [TokenLogprobs(-float(row.start + i + 1), []) for i in range(told)]
+        return results
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = FULL) -> None:
         pass

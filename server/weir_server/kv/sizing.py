@@ -1,6 +1,6 @@
 """How large the pool is: pure arithmetic from what the machine leaves, printed line by line.
 
-    memory limit · share − process − weights − activations − headroom = what the KV cache may take
+    memory limit · share − process − weights − activations − swap pool − headroom = what the KV cache may take
 
 `auto` takes no more than twice the full contexts of the boot batch: beyond that a larger pool only keeps more cold prefixes.
 The pool is the envelope of the knob `kv_cache_budget`; the budget in force at start may be less.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 
 from weir_server.kv.pool import RESERVED_CHUNKS
+from weir_server.kv.shape import Shape
 from weir_server.link.errors import UserError
 
 HEADROOM = 128 << 20
@@ -58,36 +59,40 @@ class Wish:
 
     budget: str
     budget_min: int | None
-    num_blocks: int | None
+    num_blocks: int | None  # of `block_tokens` tokens in every layer
     share: float
     context: int  # tokens of one slot
     slots: int  # the boot batch
+    swap_bytes: int = 0  # for the KV of preempted rows
 
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`num_chunks` with the padding ones. `budget`: bytes in force at start, whole chunks; None = no such knob."""
+    """Chunks with the padding ones; no swap pool has 0. `budget`: bytes at start, whole chunks; None = no such knob."""
 
     num_chunks: int
+    swap_chunks: int
     budget: int | None
     budget_range: tuple[int, int] | None
     lines: list[str] = field(default_factory=list)
 
 
-def size_pool(machine: Machine, wish: Wish, chunk_bytes: int, block_tokens: int) -> Sizing:
+def size_pool(machine: Machine, wish: Wish, chunk_bytes: int, shape: Shape) -> Sizing:
     """Raises SizingError when one full context does not fit, or when a stated size does not fit the memory."""
 
     def size(chunks: int) -> str:
         return _mib(chunks * chunk_bytes)
 
+    swap_chunks = _swap_chunks(wish.swap_bytes, chunk_bytes)
+    swap = max(0, swap_chunks - RESERVED_CHUNKS) * chunk_bytes
     allowed = int(machine.limit * wish.share)
-    left = allowed - machine.process - machine.weights - machine.activations - HEADROOM
+    left = allowed - machine.process - machine.weights - machine.activations - swap - HEADROOM
     fitting = max(0, left // chunk_bytes - RESERVED_CHUNKS)
-    slot = -(-wish.context // block_tokens)
+    slot = shape.worst_chunks(wish.context)
     stated = _stated(wish, fitting, chunk_bytes)
     unlimited = wish.budget in ("none", "0")
     derived = fitting if unlimited else min(fitting, AUTO_CONTEXTS * wish.slots * slot)
-    usable = wish.num_blocks or max(derived, stated or 0)
+    usable = shape.whole_chunks(wish.num_blocks) if wish.num_blocks else max(derived, stated or 0)
     budget = usable if stated is None else min(stated, usable)
     if usable > fitting:
         raise SizingError(
@@ -105,14 +110,27 @@ def size_pool(machine: Machine, wish: Wish, chunk_bytes: int, block_tokens: int)
     lines = [
         f"memory limit {_mib(machine.limit)} ({machine.limit_source}) x {wish.share:g} = {_mib(allowed)}",
         f"less process {_mib(machine.process)}, weights {_mib(machine.weights)}, activations {_mib(machine.activations)}, "
-        f"headroom {_mib(HEADROOM)} = {_mib(left)} for the KV cache",
+        + (f"swap pool {_mib(swap)}, " if swap else "")
+        + f"headroom {_mib(HEADROOM)} = {_mib(left)} for the KV cache",
         f"pool: {usable} chunks of {chunk_bytes} bytes + {RESERVED_CHUNKS} for padding = {size(usable + RESERVED_CHUNKS)}, "
-        f"{usable * block_tokens} tokens, {usable / slot:.1f} full contexts of {wish.context}",
+        f"{usable / slot:.1f} full contexts of {wish.context} tokens ({slot} chunks each)",
     ]
+    if swap:
+        lines.append(f"swap pool: {swap_chunks - RESERVED_CHUNKS} chunks = {_mib(swap)}, for rows that give way")
     if unlimited:
-        return Sizing(usable + RESERVED_CHUNKS, None, None, [*lines, "KV budget: none, the whole pool"])
+        return Sizing(usable + RESERVED_CHUNKS, swap_chunks, None, None, [*lines, "KV budget: none, the whole pool"])
     lines.append(f"KV budget: {size(budget)} at start, from {size(least)} to {size(usable)}")
-    return Sizing(usable + RESERVED_CHUNKS, budget * chunk_bytes, (least * chunk_bytes, usable * chunk_bytes), lines)
+    bounds = (least * chunk_bytes, usable * chunk_bytes)
+    return Sizing(usable + RESERVED_CHUNKS, swap_chunks, budget * chunk_bytes, bounds, lines)
+
+
+def _swap_chunks(swap_bytes: int, chunk_bytes: int) -> int:
+    """Chunks of a swap pool of at most so many bytes, and the padding ones, which are never touched."""
+    if not swap_bytes:
+        return 0
+    if swap_bytes < chunk_bytes:
+        raise SizingError(f"--cpu-offload-space of {swap_bytes} bytes is less than one chunk of {chunk_bytes} bytes")
+    return swap_bytes // chunk_bytes + RESERVED_CHUNKS
 
 
 def _stated(wish: Wish, fitting: int, chunk_bytes: int) -> int | None:
