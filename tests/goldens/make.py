@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
+from weir_server.contract import FULL
 from weir_server.exec.interface import RowWork
 from weir_server.exec.runner import load
 from weir_server.link.messages import Boot, Sampling
 from weir_server.model.config import DecoderConfig
 from weir_server.model.files import resolve
-from weir_server.model.loader import Weights, load_checkpoint, parts, shapes
+from weir_server.model.loader import Weights, hf_name, load_checkpoint, pieces, shapes
 from weir_server.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -49,14 +50,14 @@ def reference(c: DecoderConfig, weights: Weights) -> Any:
     config = LlamaConfig(
         hidden_size=c.hidden, num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
         head_dim=c.head_dim, intermediate_size=c.ffn, vocab_size=c.vocab, max_position_embeddings=c.context,
-        rms_norm_eps=c.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
+        rms_norm_eps=c.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": c.ropes[FULL].theta},
         tie_word_embeddings=c.tied, attn_implementation="eager",
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     own = model.state_dict()
     for name in shapes(c):
-        split = weights[name].split([own[p].shape[0] for p in parts(name)])
-        for part, piece in zip(parts(name), split, strict=True):
+        theirs = [hf_name(c.traits, piece) for piece in pieces(name)]
+        for part, piece in zip(theirs, weights[name].split([own[p].shape[0] for p in theirs]), strict=True):
             own[part].copy_(piece)
     return model
 

@@ -1,8 +1,7 @@
-"""Tiny random checkpoints, and a Runner driven by hand: rows with their own blocks, fed in pieces of any size."""
+"""A Runner driven by hand: rows with their own blocks, fed in pieces of any size."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from weir_server.contract import FULL, SLIDING
 from weir_server.exec.backends import Backend
 from weir_server.exec.cpu import CpuBackend
 from weir_server.exec.gather import GatherBackend
@@ -23,35 +23,34 @@ GREEDY = Sampling(max_tokens=1000, temperature=0)
 BACKENDS = {"gather": GatherBackend, "cpu": CpuBackend}
 
 
-def make_runner(loaded: LoadedModel, backend: str, page_size: int = 16, num_chunks: int = 40) -> ModelRunner:
+def make_runner(
+    loaded: LoadedModel, backend: str, page_size: int = 16, num_chunks: int = 80, swap_chunks: int = 0
+) -> ModelRunner:
     """A runner with the backend named, or a skip that says why this machine has none."""
     pool = KvPool(loaded.config, page_size, num_chunks)
     try:
         chosen: Backend = BACKENDS[backend](config=loaded.config, pool=pool)
     except UnsupportedError as e:
         pytest.skip(f"the {backend} backend cannot serve here: {e}")
-    return ModelRunner(loaded.decoder, pool, chosen, loaded.geometry(page_size))
+    return ModelRunner(loaded.decoder, pool, chosen, KvPool(loaded.config, page_size, swap_chunks) if swap_chunks else None)
 
 
-SIZES = {
-    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 96,
-    "vocab_size": 512, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
-}  # fmt: skip
+ROOM = 192
+"""Tokens that a row of `Row.of` can hold."""
 
 
-def tiny_llama(seed: int = 0, **changes: Any) -> Any:
-    """A transformers model whose answers differ from token to token (weights larger than at initialisation)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**(SIZES | changes), attn_implementation="eager")).eval()
-    with torch.no_grad():
-        for p in model.parameters():
-            if p.ndim == 2:
-                p.normal_(0, 0.15)
-            else:
-                p.uniform_(0.5, 1.5)
-    return model
+def places(runner: ModelRunner, place: int, chunk: int) -> tuple[list[int], list[int]]:
+    """Blocks and ring of the `place`-th of the disjoint parts of a pool that hold a row of ROOM tokens each."""
+    page, per_chunk = runner.pool.page_size, runner.geometry.blocks_per_chunk
+    of_type = {FULL: -(-ROOM // page), SLIDING: -(-((runner.window or 0) + chunk) // page)}
+    chunks = {kind: -(-of_type[kind] // n) for kind, n in per_chunk.items()}
+    begin = 2 + place * sum(chunks.values())
+    found = {}
+    for kind, n in per_chunk.items():
+        found[kind] = list(range(begin * n, begin * n + of_type[kind]))
+        begin += chunks[kind]
+    assert begin <= runner.pool.num_chunks, "this pool has no such place"
+    return found.get(FULL, []), found.get(SLIDING, [])
 
 
 @dataclass
@@ -59,21 +58,32 @@ class Row:
     """`tokens`: prompt and what was generated; `done`: of them, how many have their KV in the blocks."""
 
     tokens: list[int]
-    blocks: Sequence[int]
+    blocks: Sequence[int] = ()
     sampling: Sampling = GREEDY
     choice: int = 0
     done: int = 0
+    ring: Sequence[int] = ()
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.prompt_len = len(self.tokens)
+
+    @classmethod
+    def of(cls, runner: ModelRunner, tokens: list[int], place: int = 0, chunk: int = 64, **more: Any) -> Row:
+        """A row with blocks of its own for ROOM tokens, and a ring for pieces of up to `chunk`, in the `place`-th part of
+        the pool."""
+        blocks, ring = places(runner, place, chunk)
+        return cls(list(tokens), blocks, ring=ring, **more)
 
     def work(self, count: int | None = None) -> RowWork:
         """The next `count` tokens (all that are left by default); samples when they are the last."""
         end = len(self.tokens) if count is None else min(self.done + count, len(self.tokens))
         context = self.tokens[:end]
         last = end == len(self.tokens)
-        return RowWork(context[self.done :], self.done, self.blocks, last, self.sampling, self.choice, context, self.prompt_len)
+        return RowWork(
+            context[self.done :], self.done, self.blocks, last, self.sampling, self.choice, context, self.prompt_len,
+            ring=self.ring,
+        )  # fmt: skip
 
 
 def step(runner: ModelRunner, *parts: tuple[Row, int | None]) -> list[int | None]:
@@ -88,9 +98,15 @@ def step(runner: ModelRunner, *parts: tuple[Row, int | None]) -> list[int | None
     return [r.token for r in results]
 
 
+def run_rows(runner: ModelRunner, rows: Sequence[Row], n: int) -> list[list[int]]:
+    """`n` more tokens of each row, all rows together, prompts whole."""
+    for _ in range(n):
+        step(runner, *((row, None) for row in rows))
+    return [row.tokens[-n:] for row in rows]
+
+
 def all_logits(runner: ModelRunner, works: Sequence[RowWork]) -> torch.Tensor:
     """Logits of every token of the step, not only of those that sample."""
     with torch.inference_mode():
-        flat = flatten(works, runner.pool.page_size)
-        flat = dataclasses.replace(flat, sample_at=torch.arange(len(flat.tokens)))
-        return runner.decoder.forward(flat.tokens, flat.sample_at, runner.backend.bind(flat))
+        flat, decoder = flatten(works, runner.pool.page_size, runner.decoder.config), runner.decoder
+        return decoder.head(decoder.hidden(flat.tokens, torch.arange(len(flat.tokens)), runner.backend.bind(flat)))

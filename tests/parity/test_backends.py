@@ -8,29 +8,37 @@ from typing import Any
 import pytest
 import torch
 
+from weir_server.contract import FULL, SLIDING
 from weir_server.exec import backends, cpu
 from weir_server.exec.cpu import CpuBackend, CpuOps
 from weir_server.exec.gather import GatherBackend, GatherOps
 from weir_server.exec.pool import KvPool
 from weir_server.exec.step import UnsupportedError
-from weir_server.model.config import DecoderConfig
+from weir_server.model.config import DecoderConfig, Rope
 
 pytestmark = pytest.mark.torch
 
-CONFIG = DecoderConfig("llama", 2, 64, 4, 2, 16, 96, 512, 256, 1e-5, 10000.0, (), True)
+CONFIG = DecoderConfig(
+    "llama", hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, vocab=512, context=256, rms_eps=1e-5, tied=True,
+    layer_types=(FULL, FULL), window=None, ropes={FULL: Rope(10000.0)}, attention_scale=0.25, final_softcap=None,
+)  # fmt: skip
+HYBRID = dataclasses.replace(
+    CONFIG, family="gemma3", layer_types=(SLIDING, SLIDING, FULL), window=512, ropes={FULL: Rope(1e6), SLIDING: Rope(1e4)}
+)
 
 
+@pytest.mark.parametrize("config", [CONFIG, HYBRID], ids=["full", "hybrid"])
 @pytest.mark.parametrize("page_size", [16, 32, 256])
-def test_the_kernels_pass(page_size: int) -> None:
+def test_the_kernels_pass(page_size: int, config: DecoderConfig) -> None:
     try:
         cpu.load_library()
     except UnsupportedError as e:
         pytest.skip(str(e))
-    backends.self_test(CpuBackend, CONFIG, page_size)
-    assert backends.choose_backend(CONFIG, KvPool(CONFIG, page_size, 4)).name == "cpu"
+    backends.self_test(CpuBackend, config, page_size)
+    assert backends.choose_backend(config, KvPool(config, page_size, 4)).name == "cpu"
 
 
-@pytest.mark.parametrize("operation", ["attention", "silu_mul", "add_rms_norm"])
+@pytest.mark.parametrize("operation", ["attention", "gated", "add_rms_norm"])
 def test_a_wrong_operation_is_caught(operation: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     right = getattr(GatherOps, operation)
 
@@ -83,6 +91,7 @@ def test_each_instruction_set_agrees_with_the_oracle() -> None:
 
     try:
         for Chosen.level in levels:
-            backends.self_test(Chosen, CONFIG, 16)
+            for config in (CONFIG, HYBRID):
+                backends.self_test(Chosen, config, 16)
     finally:
         cpu.load_library()

@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
-from gguf.quants import dequantize, quantize
-from parity_rows import Row, all_logits, make_runner, tiny_llama
+from gguf import GGMLQuantizationType
+from parity_families import tiny_llama
+from parity_gguf import write_gguf
+from parity_rows import Row, all_logits, make_runner
 
 from weir_server.exec.runner import load
 from weir_server.link.messages import Boot
@@ -21,62 +21,11 @@ from weir_server.model.files import ModelError
 
 pytestmark = pytest.mark.torch
 
-NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-}  # fmt: skip
-
-
-def write_gguf(path: Path, model: Any, kind: GGMLQuantizationType, drop: str = "", extra: str = "", **sets: Any) -> None:
-    """As llama.cpp's converter does: q and k with each head's halves interleaved, matrices quantised. The quantised values
-    are put back into `model`, so that it stays the reference."""
-    c = model.config
-    writer = GGUFWriter(path, "llama")
-    numbers = {
-        "block_count": c.num_hidden_layers, "context_length": c.max_position_embeddings, "embedding_length": c.hidden_size,
-        "feed_forward_length": c.intermediate_size, "attention.head_count": c.num_attention_heads,
-        "attention.head_count_kv": c.num_key_value_heads, "rope.dimension_count": c.hidden_size // c.num_attention_heads,
-    }  # fmt: skip
-    for key, value in {**numbers, **{k.replace("__", "."): v for k, v in sets.items()}}.items():
-        writer.add_uint32(f"llama.{key}", value)
-    writer.add_float32("llama.attention.layer_norm_rms_epsilon", c.rms_norm_eps)
-    writer.add_float32("llama.rope.freq_base", 10000.0)
-    for name, tensor in model.state_dict().items():
-        short = name.removesuffix(".weight")
-        prefix = ""
-        if short.startswith("model.layers."):
-            _, _, index, short = short.split(".", 3)
-            prefix = f"blk.{index}."
-        ours = f"{prefix}{NAMES[short]}.weight"
-        if ours == drop or (short == "lm_head" and c.tie_word_embeddings):
-            continue
-        data = tensor.numpy()
-        heads = {"self_attn.q_proj": c.num_attention_heads, "self_attn.k_proj": c.num_key_value_heads}.get(short)
-        if heads:
-            data = data.reshape(heads, 2, data.shape[0] // heads // 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        if data.ndim == 1:
-            writer.add_tensor(ours, data)
-            continue
-        blocks = quantize(data, kind)
-        writer.add_tensor(ours, blocks, raw_dtype=kind)
-        data = dequantize(blocks, kind).astype(np.float32)
-        if heads:
-            data = data.reshape(heads, data.shape[0] // heads // 2, 2, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
-        tensor.copy_(torch.from_numpy(data))
-    if extra:
-        writer.add_tensor(extra, np.zeros(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_logits_of_a_gguf_file(tmp_path: Path, kind: str, tied: bool) -> None:
     model = tiny_llama(tie_word_embeddings=tied)
-    write_gguf(tmp_path / "m.gguf", model, GGMLQuantizationType[kind])
+    write_gguf(tmp_path / "m.gguf", model, kind=GGMLQuantizationType[kind])
     tokens = torch.randint(3, 500, (40,)).tolist()
     loaded = load(Boot(model=str(tmp_path / "m.gguf"), threads=2, cache_dir=str(tmp_path / "cache")))
     got = all_logits(make_runner(loaded, "gather"), [Row(tokens, range(2, 9)).work()])
@@ -90,12 +39,12 @@ def test_gguf_files_that_do_not_fit_name_what_is_wrong(tmp_path: Path) -> None:
         ({"extra": "blk.0.attn_q.bias"}, r"attn_q\.bias"),
         ({"expert_count": 8}, "expert_count"),
         ({"attention__sliding_window": 128}, "sliding_window"),
-        ({"feed_forward_length": 64}, r"gate_proj\.weight"),
+        ({"feed_forward_length": 64}, r"ffn_gate\.weight"),
         ({"rope__dimension_count": 8}, "dimension_count"),
     ]
     for i, (changes, named) in enumerate(cases):
         path = tmp_path / f"{i}.gguf"
-        write_gguf(path, tiny_llama(), GGMLQuantizationType.F32, **changes)
+        write_gguf(path, tiny_llama(), **changes)
         with pytest.raises(ModelError, match=named):
             loader.load_checkpoint(path, str(tmp_path / "cache"))
 
@@ -104,7 +53,7 @@ def test_gguf_files_that_do_not_fit_name_what_is_wrong(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gguf(tmp_path: Path) -> Path:
-    write_gguf(tmp_path / "m.gguf", tiny_llama(), GGMLQuantizationType.Q8_0)
+    write_gguf(tmp_path / "m.gguf", tiny_llama(), kind=GGMLQuantizationType.Q8_0)
     return tmp_path / "m.gguf"
 
 
@@ -123,7 +72,7 @@ def test_second_load_reads_the_cache_alone(gguf: Path, tmp_path: Path, monkeypat
 
 def test_another_source_file_is_another_cache(gguf: Path, tmp_path: Path) -> None:
     first = loader.load_checkpoint(gguf, str(tmp_path / "cache"))
-    write_gguf(gguf, tiny_llama(seed=5), GGMLQuantizationType.Q8_0)
+    write_gguf(gguf, tiny_llama(seed=5), kind=GGMLQuantizationType.Q8_0)
     os.utime(gguf, ns=(1, 1))
     second = loader.load_checkpoint(gguf, str(tmp_path / "cache"))
     assert not same(first, second)

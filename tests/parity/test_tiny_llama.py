@@ -8,32 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from parity_rows import GREEDY, Row, all_logits, make_runner, step, tiny_llama
+from parity_families import prompt, reference_logits, reference_tokens, tiny_llama
+from parity_rows import GREEDY, Row, all_logits, make_runner, step
 
+from weir_server.contract import FULL
 from weir_server.exec.interface import RowWork
 from weir_server.model.files import ModelError
 
 pytestmark = pytest.mark.torch
 
 BACKENDS = ("gather", "cpu")
-
-
-def prompt(n: int, seed: int = 1) -> list[int]:
-    return torch.randint(3, 500, (n,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-def reference_logits(model: Any, tokens: list[int]) -> torch.Tensor:
-    with torch.inference_mode():
-        return model(torch.tensor([tokens])).logits[0]
-
-
-def reference_tokens(model: Any, tokens: list[int], n: int) -> list[int]:
-    with torch.inference_mode():
-        out = model.generate(
-            torch.tensor([tokens]), attention_mask=torch.ones(1, len(tokens), dtype=torch.long), max_new_tokens=n,
-            min_new_tokens=n, do_sample=False, pad_token_id=0,
-        )  # fmt: skip
-    return out[0, len(tokens) :].tolist()
 
 
 def blocks(first: int, n: int = 12) -> list[int]:
@@ -121,7 +105,7 @@ def test_a_row_with_nan_ends_alone(pair: Any, backend: str) -> None:
     good, bad = Row(prompt(20), blocks(2)), Row(prompt(20, 4), blocks(20))
     step(runner, (good, None), (bad, None))
     expected = runner.execute([good.work()])[0].token
-    runner.pool.values[bad.blocks[0]] = torch.nan
+    runner.pool.block(FULL, bad.blocks[0]).fill_(torch.nan)
     results = runner.execute([bad.work(), good.work()])
     assert results[0].token is None
     assert "not finite" in (results[0].error or "")
@@ -142,17 +126,17 @@ def test_copied_blocks_answer_like_the_original(pair: Any, backend: str) -> None
     works = [row.work(), fork.work()]
     first, second = runner.logits(works)
     assert torch.allclose(first, second, atol=1e-6)
-    assert (runner.pool.keys[20] != 0).any()
+    assert (runner.pool.block(FULL, 20) != 0).any()
 
 
 def test_released_chunks_read_as_zeros(pair: Any) -> None:
     _, loaded = pair
     runner = make_runner(loaded, "gather")
     step(runner, (Row(prompt(30), blocks(2)), None))
-    assert (runner.pool.keys[2] != 0).any()
+    assert (runner.pool.block(FULL, 2) != 0).any()
     runner.release_chunks([2])
-    assert (runner.pool.keys[2] == 0).all()
-    assert (runner.pool.keys[3] != 0).any()
+    assert (runner.pool.block(FULL, 2) == 0).all()
+    assert (runner.pool.block(FULL, 3) != 0).any()
 
 
 def test_too_few_blocks_is_an_error_not_a_write_elsewhere(pair: Any) -> None:

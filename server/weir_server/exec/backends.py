@@ -51,12 +51,16 @@ _STEPS = (
     (((0, 21), (2, 3)), ((0, 7), (4,))),  # two prompts
     (((21, 41), (2, 3, 5)), ((7, 8), (4,)), ((0, 5), (6,))),  # a prompt goes on, a row decodes, another prompt begins
 )
-"""Rows of the self-test's two steps: positions from … to, blocks."""
+"""Rows of the self-test's two steps: positions from … to, numbers of their blocks, of each type."""
+_WINDOW = 11
+"""Of the self-test: small enough to matter within its few tokens."""
 
 
 def self_test(make: type[Backend], config: DecoderConfig, page_size: int) -> None:
-    """Raises UnsupportedError if a backend differs from `gather` in one layer, over a prefill and a mixed step."""
-    config = dataclasses.replace(config, layers=1, context=min(config.context, 64))
+    """Raises UnsupportedError if a backend differs from `gather` in a layer of each type, over a prefill and a mixed step."""
+    config = dataclasses.replace(
+        config, layer_types=tuple(config.layers_of), context=min(config.context, 64), window=config.window and _WINDOW
+    )
     builds: tuple[type[Backend], ...] = (GatherBackend, make)
     backends = [build(config=config, pool=KvPool(config, page_size, 7)) for build in builds]
     want, got = (_outputs(backend, config, page_size) for backend in backends)
@@ -71,13 +75,20 @@ def _outputs(backend: Backend, config: DecoderConfig, page_size: int) -> list[to
     out = []
     for rows in _STEPS:
         work = [
-            RowWork(range(b - a), a, blocks, True, Sampling(max_tokens=1), 0, range(b), 1) for (a, b), blocks in rows
+            RowWork(range(b - a), a, blocks, True, Sampling(max_tokens=1), 0, range(b), 1, ring=blocks)
+            for (a, b), blocks in rows
         ]
-        step = flatten(work, page_size)
+        step = flatten(work, page_size, config)
         n, ops = len(step.tokens), backend.bind(step)
-        qkv = torch.randn(n, (config.heads + 2 * config.kv_heads) * config.head_dim, generator=generator)
-        gate_up = torch.randn(n, 2 * config.ffn, generator=generator)
-        hidden, weight = torch.randn(n, config.hidden, generator=generator), torch.randn(config.hidden, generator=generator)
-        out += [ops.attention(layer=0, qkv=qkv), ops.silu_mul(gate_up=gate_up)]
+
+        def normal(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        norms = [normal(config.head_dim) if config.traits.qk_norm else None for _ in "qk"]
+        for layer in range(config.layers):
+            qkv = normal(n, (config.heads + 2 * config.kv_heads) * config.head_dim)
+            out.append(ops.attention(layer=layer, qkv=qkv, q_norm=norms[0], k_norm=norms[1]))
+        out.append(ops.gated(gate_up=normal(n, 2 * config.ffn) * 8))
+        hidden, weight = normal(n, config.hidden), normal(config.hidden)
         out += [ops.add_rms_norm(x=hidden.flip(0), residual=hidden, weight=weight), hidden]
     return out

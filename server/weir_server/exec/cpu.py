@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from weir_server.contract import SLIDING
 from weir_server.exec.gather import rotary_table
 from weir_server.exec.pool import KvPool
 from weir_server.exec.step import Step, UnsupportedError
@@ -27,11 +28,12 @@ class _Attention(ctypes.Structure):
     """`Attention` of kernels.c."""
 
     _fields_ = [
-        ("pool", ctypes.c_void_p), ("chunk", ctypes.c_int64), ("half", ctypes.c_int64),
+        ("pool", ctypes.c_void_p), ("half", ctypes.c_int64),
         ("heads", ctypes.c_int), ("kv_heads", ctypes.c_int), ("dim", ctypes.c_int), ("page", ctypes.c_int),
-        ("table_width", ctypes.c_int),
+        ("window", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float), ("eps", ctypes.c_float),
         ("positions", ctypes.c_void_p), ("row_of", ctypes.c_void_p), ("tables", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("scratch_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
+        ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("q_norm", ctypes.c_void_p), ("k_norm", ctypes.c_void_p),
+        ("scratch_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -46,10 +48,10 @@ def load_library() -> ctypes.CDLL:
         raise UnsupportedError(f"the C kernels do not load: {e}") from None
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.weir_add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, ctypes.c_float]
-    library.weir_silu_mul.argtypes = [pointer, pointer, number, number]
+    library.weir_gated.argtypes = [pointer, pointer, number, number, number]
     library.weir_attention.argtypes = [pointer, pointer, pointer, number, pointer, number, ctypes.c_int64]
     library.weir_select(_LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0))
-    for name in ("weir_add_rms_norm", "weir_silu_mul", "weir_attention"):
+    for name in ("weir_add_rms_norm", "weir_gated", "weir_attention"):
         getattr(library, name).restype = None
     return library
 
@@ -65,7 +67,10 @@ class CpuBackend:
             if size % _LANES:
                 raise UnsupportedError(f"the C kernels need a {what} that is a multiple of {_LANES}, not {size}")
         self.config, self.pool, self.library = config, pool, load_library()
-        self.cos, self.sin = rotary_table(config)
+        self.rotary = {kind: rotary_table(config, kind) for kind in config.layers_of}
+        page = pool.flat.data_ptr(), 4 * pool.page_floats
+        self.layers = [(kind, page[0] + page[1] * ordinal) for kind, ordinal in config.ordinals]
+        self.gelu = int(config.traits.activation == "gelu_tanh")
         self.queries = int(self.library.weir_max_queries())
         self.scratch = torch.empty(0)
 
@@ -84,18 +89,28 @@ class CpuOps:
     """See model.decoder.Ops."""
 
     def __init__(self, backend: CpuBackend, step: Step) -> None:
-        c, pool = backend.config, backend.pool
-        self.library, self.config, self.step = backend.library, c, step
+        c = backend.config
+        self.backend, self.library, self.config, self.step = backend, backend.library, c, step
         self.row_of = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
         self.tiles = _tiles(step.starts, max(1, backend.queries // (c.heads // c.kv_heads)))
-        self.work = int(step.positions.sum(dtype=np.int64) + len(step.positions)) * c.heads * c.head_dim * 2
-        scratch, stride = backend.scratch_for(step.longest)
-        self.first_layer, self.layer_bytes = pool.keys.data_ptr(), 2 * 4 * pool.half_floats
-        self.attention_args = _Attention(
-            0, pool.chunk_floats, pool.half_floats, c.heads, c.kv_heads, c.head_dim, pool.page_size, step.tables.shape[1],
-            step.positions.ctypes.data, self.row_of.ctypes.data, step.tables.ctypes.data,
-            backend.cos.data_ptr(), backend.sin.data_ptr(), stride, scratch,
+        self.scratch = backend.scratch_for(step.longest)
+        self.kinds = {kind: self._attention_of(kind) for kind in step.tables}
+
+    def _attention_of(self, kind: str) -> tuple[_Attention, np.ndarray, int]:
+        """The kernel's arguments for layers of a type but for what differs between those, its tables (to be kept alive), and
+        the multiply-adds of a layer."""
+        c, step, backend = self.config, self.step, self.backend
+        window = (c.window or 0) if kind == SLIDING else 0
+        tables = backend.pool.offsets(kind, step.tables[kind])
+        seen = step.positions + 1 if not window else np.minimum(step.positions + 1, window)
+        cos, sin = backend.rotary[kind]
+        scratch, stride = self.scratch
+        args = _Attention(
+            0, backend.pool.half_floats, c.heads, c.kv_heads, c.head_dim, backend.pool.page_size, window, tables.shape[1],
+            c.attention_scale, c.rms_eps, step.positions.ctypes.data, self.row_of.ctypes.data, tables.ctypes.data,
+            cos.data_ptr(), sin.data_ptr(), None, None, stride, scratch,
         )  # fmt: skip
+        return args, tables, int(seen.sum(dtype=np.int64)) * c.heads * c.head_dim * 2
 
     def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(residual)
@@ -105,18 +120,22 @@ class CpuOps:
         )  # fmt: skip
         return out
 
-    def silu_mul(self, *, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
         out = torch.empty(len(gate_up), self.config.ffn)
-        self.library.weir_silu_mul(gate_up.data_ptr(), out.data_ptr(), *out.shape)
+        self.library.weir_gated(gate_up.data_ptr(), out.data_ptr(), *out.shape, self.backend.gelu)
         return out
 
-    def attention(self, *, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+    def attention(
+        self, *, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
         out = torch.empty(len(qkv), self.config.heads * self.config.head_dim)
-        self.attention_args.pool = self.first_layer + layer * self.layer_bytes
+        kind, pool = self.backend.layers[layer]
+        args, _, work = self.kinds[kind]
+        args.pool = pool
+        args.q_norm, args.k_norm = (None if w is None else w.data_ptr() for w in (q_norm, k_norm))
         self.library.weir_attention(
-            ctypes.byref(self.attention_args), qkv.data_ptr(), out.data_ptr(), len(qkv), self.tiles.ctypes.data,
-            len(self.tiles), self.work,
-        )  # fmt: skip
+            ctypes.byref(args), qkv.data_ptr(), out.data_ptr(), len(qkv), self.tiles.ctypes.data, len(self.tiles), work
+        )
         return out
 
 

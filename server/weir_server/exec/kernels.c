@@ -1,5 +1,5 @@
-/* The small operations of a decoder step on CPU, float32: RMSNorm with residual, SiLU-gated product, rotary embedding, KV
- * append and paged grouped-query attention. Called through ctypes (exec/cpu.py); no Python, no torch.
+/* The small operations of a decoder step on CPU, float32: RMSNorm with residual, gated product, rotary embedding, KV append and
+ * paged grouped-query attention, over all positions or a window. Called through ctypes (exec/cpu.py); no Python, no torch.
  *
  * One reduction order: a query's result is the same bits whether it comes as a decode row, in a prefill chunk of any size, or
  * beside any neighbours. Every sum runs over features or over positions in ascending order.
@@ -23,28 +23,37 @@ enum {
 };
 
 typedef struct {
-    float *pool;              /* start of this layer in chunk 0 */
-    int64_t chunk;            /* floats from one chunk to the next */
+    float *pool;              /* this layer's page in block 0 */
     int64_t half;             /* floats from K to V */
-    int heads, kv_heads, dim, page, table_width;
+    int heads, kv_heads, dim, page;
+    int window;               /* positions that a query sees, its own included; 0 = all before it */
+    int table_width;
+    float scale, eps;         /* of the scores; of the norms of q and k */
     const int32_t *positions; /* [tokens] */
     const int32_t *row_of;    /* [tokens] */
-    const int32_t *tables;    /* [rows][table_width] */
+    const int64_t *tables;    /* [rows][table_width]: floats from block 0 to the block of positions i page … */
     const float *cos, *sin;   /* [context][dim / 2] */
+    const float *q_norm, *k_norm; /* [dim], or NULL: heads are not normalised */
     int64_t scratch_stride;   /* floats of scratch for each thread */
     float *scratch;
 } Attention;
 
+/* N queries of one row that share a KV head, in order of position; query n sees positions first[n] … last[n]. */
+typedef struct {
+    const float *q[MAX_QUERIES];
+    float *out[MAX_QUERIES];
+    int first[MAX_QUERIES], last[MAX_QUERIES];
+} Queries;
+
 typedef struct {
     void (*rms_norm_row)(const float *x, float *residual, const float *weight, float *out, int n, float eps);
-    void (*silu_mul_row)(const float *gate, const float *up, float *out, int n);
+    void (*gated_row)(const float *gate, const float *up, float *out, int n, int gelu);
     void (*append_token)(const Attention *a, float *qkv, int t);
-    void (*attend)(int N, const Attention *a, const int32_t *table, int head, const float *const *q, const int *lengths,
-                   int longest, float *const *out, float *scores);
+    void (*attend)(int N, const Attention *a, const int64_t *table, int head, const Queries *queries, float *scores);
 } Kernels;
 
-INLINE float *page_of(const Attention *a, const int32_t *table, int index, int head) {
-    return a->pool + table[index] * a->chunk + (int64_t)head * a->dim * a->page;
+INLINE float *page_of(const Attention *a, const int64_t *table, int index, int head) {
+    return a->pool + table[index] + (int64_t)head * a->dim * a->page;
 }
 
 INLINE void rotate(float *x, const float *cos, const float *sin, int half, float scale) {
@@ -95,27 +104,27 @@ void weir_add_rms_norm(const float *x, float *residual, const float *weight, flo
     }
 }
 
-void weir_silu_mul(const float *gate_up, float *out, int rows, int n) {
+void weir_gated(const float *gate_up, float *out, int rows, int n, int gelu) {
 #pragma omp parallel for if ((int64_t)rows * n > SMALL)
     for (int r = 0; r < rows; r++) {
         const float *gate = gate_up + (int64_t)r * 2 * n;
-        kernels->silu_mul_row(gate, gate + n, out + (int64_t)r * n, n);
+        kernels->gated_row(gate, gate + n, out + (int64_t)r * n, n, gelu);
     }
 }
 
 /* One tile: `count` consecutive tokens of one row from token t on, all query heads of KV head `head`. */
 static void attend_tile(const Attention *a, const float *qkv, float *out, int t, int count, int head, float *scores) {
-    const float *q[MAX_QUERIES];
-    float *o[MAX_QUERIES];
-    int lengths[MAX_QUERIES], n = 0, group = a->heads / a->kv_heads;
-    const int32_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
+    Queries queries;
+    int n = 0, group = a->heads / a->kv_heads;
+    const int64_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
     for (int i = 0; i < count * group; i++) {
-        int token = t + i / group, h = head * group + i % group;
-        q[n] = qkv + ((int64_t)token * (a->heads + 2 * a->kv_heads) + h) * a->dim;
-        o[n] = out + ((int64_t)token * a->heads + h) * a->dim;
-        lengths[n++] = a->positions[token] + 1;
+        int token = t + i / group, h = head * group + i % group, last = a->positions[token];
+        queries.q[n] = qkv + ((int64_t)token * (a->heads + 2 * a->kv_heads) + h) * a->dim;
+        queries.out[n] = out + ((int64_t)token * a->heads + h) * a->dim;
+        queries.first[n] = a->window && last >= a->window ? last - a->window + 1 : 0;
+        queries.last[n++] = last;
         if (n == MAX_QUERIES || i + 1 == count * group) {
-            kernels->attend(n, a, table, head, q, lengths, lengths[n - 1], o, scores);
+            kernels->attend(n, a, table, head, &queries, scores);
             n = 0;
         }
     }

@@ -22,7 +22,7 @@ TARGET INLINE float NAME(sum)(vec v) {
     return s;
 }
 
-/* exp for x <= 88, to about 1 ulp: x = n ln2 + r, polynomial in r (Cephes expf). */
+/* exp for -87 <= x <= 88 (what is below counts as -87), to about 1 ulp: x = n ln2 + r, polynomial in r (Cephes expf). */
 TARGET INLINE vec NAME(exp)(vec x) {
     const vec zero = {0}, round = zero + 12582912.0f; /* 1.5 * 2^23: adding it rounds to the nearest integer */
     x = NAME(larger)(x, zero - 87.0f);
@@ -40,7 +40,7 @@ TARGET INLINE vec NAME(exp)(vec x) {
     return (vec)((ints)p + e);
 }
 
-/* ------------------------------------------------------------------------------------------------ RMSNorm, SiLU */
+/* ------------------------------------------------------------------------------------------------ RMSNorm, gates */
 
 TARGET static void NAME(rms_norm_row)(const float *x, float *residual, const float *weight, float *out, int n, float eps) {
     vec squares = {0};
@@ -53,24 +53,30 @@ TARGET static void NAME(rms_norm_row)(const float *x, float *residual, const flo
     for (int i = 0; i < n; i += LANES) store(out + i, load(residual + i) * scale * load(weight + i));
 }
 
-TARGET static void NAME(silu_mul_row)(const float *gate, const float *up, float *out, int n) {
+/* silu(g) = g / (1 + exp(-g)); gelu by tanh(u), u = sqrt(2/pi) (g + 0.044715 g^3), is g / (1 + exp(-2u)). */
+TARGET static void NAME(gated_row)(const float *gate, const float *up, float *out, int n, int gelu) {
+    const vec most = (vec){0} + 88.0f;
     for (int i = 0; i < n; i += LANES) {
-        vec g = load(gate + i);
-        store(out + i, g / (NAME(exp)(-g) + 1.0f) * load(up + i));
+        vec g = load(gate + i), x = -g;
+        if (gelu) x = g * (g * g * -0.0713548163f - 1.5957691216f);
+        store(out + i, g / (NAME(exp)(-NAME(larger)(-x, -most)) + 1.0f) * load(up + i));
     }
 }
 
 /* ------------------------------------------------------------------------------------------------ attention */
 
-/* Rotate a token's queries (scaled by dim^-1/2) and keys in place, and put keys and values into their page. */
+/* Normalise and rotate a token's queries (scaled) and keys in place, and put keys and values into their page. */
 TARGET static void NAME(append_token)(const Attention *a, float *qkv, int t) {
     int half = a->dim / 2, position = a->positions[t], slot = position % a->page;
-    const int32_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
+    const int64_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
     const float *cos = a->cos + (int64_t)position * half, *sin = a->sin + (int64_t)position * half;
     float *q = qkv + (int64_t)t * (a->heads + 2 * a->kv_heads) * a->dim, *k = q + a->heads * a->dim;
-    float scale = 1.0f / __builtin_sqrtf(a->dim);
-    for (int h = 0; h < a->heads; h++) rotate(q + h * a->dim, cos, sin, half, scale);
+    for (int h = 0; h < a->heads; h++, q += a->dim) {
+        if (a->q_norm) NAME(rms_norm_row)(0, q, a->q_norm, q, a->dim, a->eps);
+        rotate(q, cos, sin, half, a->scale);
+    }
     for (int h = 0; h < a->kv_heads; h++, k += a->dim) {
+        if (a->k_norm) NAME(rms_norm_row)(0, k, a->k_norm, k, a->dim, a->eps);
         rotate(k, cos, sin, half, 1.0f);
         float *keys = page_of(a, table, position / a->page, h);
         for (int d = 0; d < a->dim; d++) keys[d * a->page + slot] = k[d];
@@ -104,49 +110,53 @@ TARGET INLINE void NAME(add_values)(const int N, const float *p, int64_t stride,
     EACH_QUERY EACH_PART store(out[n] + i * LANES, o[n][i]);
 }
 
-/* scores[0 … length) → exp(score - max), zeros up to `padded`; returns 1 / sum. */
-TARGET INLINE float NAME(soften)(float *scores, int length, int padded) {
-    for (int j = length; j < padded; j++) scores[j] = LOWEST;
+/* scores[first … last] → exp(score - max), zeros elsewhere in [0, padded); returns 1 / sum. */
+TARGET INLINE float NAME(soften)(float *scores, int first, int last, int padded) {
+    for (int j = 0; j < first; j++) scores[j] = LOWEST;
+    for (int j = last + 1; j < padded; j++) scores[j] = LOWEST;
     vec top = (vec){0} + LOWEST, total = {0};
     for (int j = 0; j < padded; j += LANES) top = NAME(larger)(load(scores + j), top);
     float most = top[0];
     for (int i = 1; i < LANES; i++) most = top[i] > most ? top[i] : most;
     for (int j = 0; j < padded; j += LANES) store(scores + j, NAME(exp)(load(scores + j) - most));
-    for (int j = length; j < padded; j++) scores[j] = 0;
+    for (int j = 0; j < first; j++) scores[j] = 0;
+    for (int j = last + 1; j < padded; j++) scores[j] = 0;
     for (int j = 0; j < padded; j += LANES) total += load(scores + j);
     return 1.0f / NAME(sum)(total);
 }
 
-/* N queries of one row that share a KV head; lengths[n] positions are seen by query n, `longest` by any. */
-TARGET INLINE void NAME(attend_n)(const int N, const Attention *a, const int32_t *table, int head, const float *const *q,
-                                  const int *lengths, int longest, float *const *out, float *scores) {
+/* Positions from `base` on: the last multiple of TILE before all that is seen, so that a position has its lane in every company. */
+TARGET INLINE void NAME(attend_n)(const int N, const Attention *a, const int64_t *table, int head, const Queries *s,
+                                  float *scores) {
     int64_t stride = a->scratch_stride / MAX_QUERIES;
-    int padded = (longest + TILE - 1) / TILE * TILE;
-    for (int j = 0; j < longest; j += TILE) {
+    int base = s->first[0] / TILE * TILE, end = s->last[N - 1] + 1, padded = (end - base + TILE - 1) / TILE * TILE;
+    for (int j = base; j < end; j += TILE) {
         const float *keys = page_of(a, table, j / a->page, head) + j % a->page;
-        NAME(score_keys)(N, q, keys, a->page, a->dim, scores + j, stride);
+        NAME(score_keys)(N, s->q, keys, a->page, a->dim, scores + j - base, stride);
     }
     float inverse[MAX_QUERIES];
-    for (int n = 0; n < N; n++) inverse[n] = NAME(soften)(scores + n * stride, lengths[n], padded);
+    for (int n = 0; n < N; n++)
+        inverse[n] = NAME(soften)(scores + n * stride, s->first[n] - base, s->last[n] - base, padded);
     for (int d = 0; d < a->dim; d += TILE) {
         float sums[MAX_QUERIES][TILE] = {{0}};
-        for (int j = 0; j < longest; j += a->page) {
-            int count = longest - j < a->page ? longest - j : a->page;
-            const float *values = page_of(a, table, j / a->page, head) + a->half + d;
-            NAME(add_values)(N, scores + j, stride, values, a->dim, count, sums);
+        for (int j = base, count; j < end; j += count) {
+            int slot = j % a->page, left = end - j;
+            count = left < a->page - slot ? left : a->page - slot;
+            const float *values = page_of(a, table, j / a->page, head) + a->half + slot * a->dim + d;
+            NAME(add_values)(N, scores + j - base, stride, values, a->dim, count, sums);
         }
-        EACH_QUERY EACH_PART store(out[n] + d + i * LANES, load(sums[n] + i * LANES) * inverse[n]);
+        EACH_QUERY EACH_PART store(s->out[n] + d + i * LANES, load(sums[n] + i * LANES) * inverse[n]);
     }
 }
 
-#define CASE(N) case N: NAME(attend_n)(N, a, table, head, q, lengths, longest, out, scores); break;
-TARGET static void NAME(attend)(int N, const Attention *a, const int32_t *table, int head, const float *const *q,
-                                const int *lengths, int longest, float *const *out, float *scores) {
+#define CASE(N) case N: NAME(attend_n)(N, a, table, head, queries, scores); break;
+TARGET static void NAME(attend)(int N, const Attention *a, const int64_t *table, int head, const Queries *queries,
+                                float *scores) {
     switch (N) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 #undef CASE
 
-static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(silu_mul_row), NAME(append_token), NAME(attend)};
+static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(gated_row), NAME(append_token), NAME(attend)};
 
 #undef vec
 #undef ints

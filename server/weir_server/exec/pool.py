@@ -1,9 +1,14 @@
 """The KV pool: one anonymous mapping, cut into chunks.
 
-    chunk (= one block: `page_size` tokens in every layer; a multiple of 4 KiB)
-    ├─ layer 0 ─┬─ K: [kv head][head_dim][token]   keys lie across, so that 16 of them fill a vector
-    │           └─ V: [kv head][token][head_dim]
-    ├─ layer 1 …
+    chunk      a multiple of 4 KiB; belongs to one attention type at a time; pages of all layers and types are alike
+    ├─ block   of a type: one page for each of its layers, in their order
+    │  ├─ page ─┬─ K: [kv head][head_dim][token]   keys lie across, so that 16 of them fill a vector
+    │  │        └─ V: [kv head][token][head_dim]
+    │  └─ page …
+    └─ block …
+
+A chunk has as many pages as make whole blocks of every type: the least common multiple of the types' numbers of layers. With
+one type that is one block. Block b of a type with n blocks a chunk is the (b mod n)-th of chunk b // n.
 
 Chunks 0 and 1 are reserved: padding reads from 0 and writes to 1, and no row ever owns them. The mapping costs memory only
 where it is written; `release` gives pages back to the system, and they read as zeros afterwards.
@@ -11,11 +16,14 @@ where it is written; `release` gives pages back to the system, and they read as 
 
 from __future__ import annotations
 
+import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
+from weir_server.contract import Geometry
 from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.model.config import DecoderConfig
 
@@ -23,35 +31,64 @@ _PAGE = 4096
 _FLOAT = 4
 
 
-def chunk_bytes(config: DecoderConfig, page_size: int) -> int:
-    """Bytes of `page_size` tokens' K and V in all layers, rounded up to whole memory pages."""
-    raw = config.layers * 2 * page_size * config.kv_heads * config.head_dim * _FLOAT
-    return -(-raw // _PAGE) * _PAGE
+def geometry(config: DecoderConfig, page_size: int) -> Geometry:
+    """The pool's units for pages of `page_size` tokens: chunk bytes are rounded up to whole pages of memory."""
+    pages = math.lcm(*config.layers_of.values())
+    raw = pages * 2 * page_size * config.kv_heads * config.head_dim * _FLOAT
+    return Geometry(
+        -(-raw // _PAGE) * _PAGE, page_size, {kind: pages // layers for kind, layers in config.layers_of.items()}
+    )
 
 
 class KvPool:
-    """`num_chunks` chunks, the reserved ones included. `keys`, `values`: float32 views of the whole pool."""
+    """`num_chunks` chunks, the reserved ones included."""
 
     def __init__(self, config: DecoderConfig, page_size: int, num_chunks: int) -> None:
         if num_chunks <= RESERVED_CHUNKS:
             raise ValueError(f"a pool of {num_chunks} chunks has none for rows: {RESERVED_CHUNKS} are reserved")
+        self.geometry = geometry(config, page_size)
         self.page_size, self.num_chunks = page_size, num_chunks
-        self.chunk_bytes = chunk_bytes(config, page_size)
-        self._memory = mmap.mmap(-1, self.chunk_bytes * num_chunks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        flat = torch.frombuffer(self._memory, dtype=torch.float32)
-        heads, dim = config.kv_heads, config.head_dim
-        self.chunk_floats = self.chunk_bytes // _FLOAT
-        self.half_floats = heads * dim * page_size  # K or V of one layer
-        outer, sizes = (self.chunk_floats, 2 * self.half_floats, dim * page_size), (num_chunks, config.layers, heads)
-        self.keys = flat.as_strided((*sizes, dim, page_size), (*outer, page_size, 1))
-        self.values = flat.as_strided((*sizes, page_size, dim), (*outer, dim, 1), self.half_floats)
-        self._chunks = flat.view(num_chunks, self.chunk_floats)
+        self._memory = mmap.mmap(-1, self.geometry.chunk_bytes * num_chunks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.flat = torch.frombuffer(self._memory, dtype=torch.float32)
+        self.half_floats = config.kv_heads * config.head_dim * page_size  # K or V of a page
+        self.page_floats = 2 * self.half_floats
+        self._layers = config.layers_of
+        chunk = self.geometry.chunk_bytes // _FLOAT
+        self._blocks = {
+            kind: self.flat.as_strided((num_chunks, n, floats), (chunk, floats, 1))
+            for kind, n in self.geometry.blocks_per_chunk.items()
+            for floats in [self._layers[kind] * self.page_floats]
+        }
 
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy chunk src to chunk dst, for each (src, dst) in order."""
-        for src, dst in pairs:
-            self._chunks[dst].copy_(self._chunks[src])
+    def offsets(self, kind: str, blocks: np.ndarray) -> np.ndarray:
+        """Where blocks of a type begin, in floats from the pool's start: int64, of the shape of `blocks`. A layer's page lies
+        page_floats · (its ordinal among the type's layers) further."""
+        n = self.geometry.blocks_per_chunk[kind]
+        chunk, floats = self.geometry.chunk_bytes // _FLOAT, self._layers[kind] * self.page_floats
+        if n == 1:
+            return np.multiply(blocks, chunk, dtype=np.int64)
+        return blocks // n * np.int64(chunk) + blocks % n * np.int64(floats)
+
+    def block(self, kind: str, number: int) -> torch.Tensor:
+        """A block's memory, float32 [layers · page_floats]: a view."""
+        n = self.geometry.blocks_per_chunk[kind]
+        return self._blocks[kind][number // n, number % n]
+
+    def copy(self, pairs: Sequence[tuple[int, int]], kind: str) -> None:
+        """Copy block src to block dst of a type, for each (src, dst) in order."""
+        self.fetch(self, {kind: pairs})
+
+    def fetch(self, source: KvPool, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
+        """Copy block src of a pool of the same geometry to our block dst, for each (src, dst) of each type in order.
+
+        Blocks are large: a loop of plain copies runs at the speed of memory and needs no room of its own.
+        """
+        for kind, of_kind in pairs.items():
+            for src, dst in of_kind:
+                self.block(kind, dst).copy_(source.block(kind, src))
 
     def release(self, chunks: Sequence[int]) -> None:
+        """Give the memory of chunks back to the system."""
+        size = self.geometry.chunk_bytes
         for chunk in chunks:
-            self._memory.madvise(mmap.MADV_DONTNEED, chunk * self.chunk_bytes, self.chunk_bytes)
+            self._memory.madvise(mmap.MADV_DONTNEED, chunk * size, size)

@@ -13,14 +13,14 @@ from weir_server.contract import Geometry
 from weir_server.exec.backends import Backend, choose_backend
 from weir_server.exec.gemm import NativeKind
 from weir_server.exec.interface import FULL, RowResult, RowWork
-from weir_server.exec.pool import KvPool, chunk_bytes
+from weir_server.exec.pool import KvPool, geometry
 from weir_server.exec.step import UnsupportedError, flatten
 from weir_server.link.messages import Boot
 from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
 from weir_server.model.linear import Products, agrees, probe
 from weir_server.model.loader import load_checkpoint
-from weir_server.model.sampler import Draw, sample
+from weir_server.model.sampler import NOT_FINITE, Draw, logprobs_of, sample
 
 log = logging.getLogger("weir.exec")
 
@@ -60,19 +60,25 @@ def choose_products(weights: Sequence[torch.Tensor]) -> Products:
     return probe(weights)
 
 
+NATIVE = "native batched forward"
+PER_ROW = "per-row fallback (aggregate decode throughput will not scale with --parallel)"
+"""How rows that decode together run; the words of the start-up line."""
+
+HEAD_ROWS = 64
+"""Most rows that the head multiplies at a time for prompt logprobs: their logits are the largest tensor of a step."""
+
+
 class LoadedModel:
     """A model in memory, not yet given a pool. `weights_bytes`: anonymous memory that its weights hold."""
 
-    decode_path = "native batched forward"
-    window: int | None = None  # tokens that a sliding layer sees, as exec.interface.Runner says
-
     def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
         self.boot, self.decoder, self.config = boot, decoder, decoder.config
-        self.context_length = self.config.context
+        self.context_length, self.window = self.config.context, self.config.window
         c = self.config
-        layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 2 * c.hidden
+        layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
         self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
         self.linear = linear
+        self.decode_path = NATIVE if decoder.batched else PER_ROW
 
     @property
     def model(self) -> dict[str, str | int | float | bool | None]:
@@ -80,65 +86,113 @@ class LoadedModel:
         c = self.config
         return {
             "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
-            "vocab_size": c.vocab, "context_length": c.context, "weights_bytes": self.weights_bytes, "dtype": "float32",
-            "decode_path": self.decode_path, "linear": self.linear, "isa": torch.backends.cpu.get_cpu_capability(),
+            "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
+            "dtype": "float32", "decode_path": self.decode_path, "linear": self.linear,
+            "isa": torch.backends.cpu.get_cpu_capability(),
         }  # fmt: skip
 
     def chunk_bytes(self, page_size: int) -> int:
-        return chunk_bytes(self.config, page_size)
+        return self.geometry(page_size).chunk_bytes
 
     def geometry(self, page_size: int) -> Geometry:
-        return Geometry(self.chunk_bytes(page_size), page_size, {"full_attention": 1})
+        return geometry(self.config, page_size)
 
     def activation_bytes(self, max_tokens: int) -> int:
         """Most memory that a step of `max_tokens` tokens needs beside weights and pool, its logits included."""
         c = self.config
         widest = 4 * c.hidden + 2 * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 2 * 3 * c.ffn
-        return 4 * (max_tokens * widest + 4 * min(max_tokens, 64) * c.vocab + 2 * c.context * c.head_dim)
+        rotary = len(c.layers_of) * c.context * c.head_dim
+        return 4 * (max_tokens * widest + 4 * min(max_tokens, HEAD_ROWS) * c.vocab + 2 * rotary)
 
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
-        """A Runner over a pool of `num_chunks` chunks of boot.page_size tokens. Chunks 0 and 1 are reserved for padding:
-        a block's id is its chunk's index, so rows own blocks 2 … num_chunks-1."""
+        """A Runner over a pool of `num_chunks` chunks, pages of boot.page_size tokens, and a swap pool of `swap_chunks`.
+        Chunks 0 and 1 of the first are reserved for padding: rows own blocks of chunks 2 … num_chunks-1."""
         pool = KvPool(self.config, self.boot.page_size, num_chunks)
-        return ModelRunner(self.decoder, pool, choose_backend(self.config, pool), self.geometry(self.boot.page_size))
+        swap = KvPool(self.config, self.boot.page_size, swap_chunks) if swap_chunks else None
+        return ModelRunner(self.decoder, pool, choose_backend(self.config, pool), swap)
 
 
 class ModelRunner:
     """See exec.interface.Runner."""
 
     supports_batching = True
-    window: int | None = None
 
-    def __init__(self, decoder: Decoder, pool: KvPool, backend: Backend, geometry: Geometry) -> None:
-        self.decoder, self.pool, self.backend, self.geometry = decoder, pool, backend, geometry
+    def __init__(self, decoder: Decoder, pool: KvPool, backend: Backend, swap: KvPool | None = None) -> None:
+        self.decoder, self.pool, self.backend, self.swap = decoder, pool, backend, swap
+        self.geometry, self.window = pool.geometry, decoder.config.window
         self.vocab_size = decoder.config.vocab
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
+        if len(rows) > 1 and not self.decoder.batched:
+            return [self.execute([row])[0] for row in rows]
         results = [RowResult() for _ in rows]
         if not rows:
             return results
-        logits = self.logits(rows)
-        sampling = [i for i, row in enumerate(rows) if row.sample]
-        draws = [Draw(r.sampling, r.choice, r.context, r.prompt_len) for r in (rows[i] for i in sampling)]
         with torch.inference_mode():
+            states, scored = self._forward(rows)
+            sampling = [i for i, row in enumerate(rows) if row.sample]
+            draws = [Draw(r.sampling, r.choice, r.context, r.prompt_len) for r in (rows[i] for i in sampling)]
+            logits = self.decoder.head(states[: len(sampling)])
             for i, drawn in zip(sampling, sample(logits, draws), strict=True):
                 results[i] = RowResult(drawn.token, drawn.logprobs, drawn.error)
+            for i, at in scored.items():
+                self._score(rows[i], states[at], results[i])
         return results
 
     def logits(self, rows: Sequence[RowWork]) -> torch.Tensor:
         """The forward pass alone: logits [rows that sample, vocab], in the order of `rows`."""
         with torch.inference_mode():
-            step = flatten(rows, self.pool.page_size)
-            return self.decoder.forward(step.tokens, step.sample_at, self.backend.bind(step))
+            states, _ = self._forward(rows)
+            return self.decoder.head(states[: sum(row.sample for row in rows)])
+
+    def _forward(self, rows: Sequence[RowWork]) -> tuple[torch.Tensor, dict[int, slice]]:
+        """What the head reads: first of each row that samples, then of the tokens that prompt logprobs are asked of; and
+        where each such row's lie."""
+        step = flatten(rows, self.pool.page_size, self.decoder.config)
+        wanted, end, scored = [step.sample_at], len(step.sample_at), {}
+        for i, row in enumerate(rows):
+            if n := _scored(row):
+                wanted.append(torch.arange(int(step.starts[i]), int(step.starts[i]) + n))
+                scored[i] = slice(end, end + n)
+                end += n
+        at = torch.cat(wanted) if scored else step.sample_at
+        return self.decoder.hidden(step.tokens, at, self.backend.bind(step)), scored
+
+    def _score(self, row: RowWork, states: torch.Tensor, result: RowResult) -> None:
+        """Logprobs of the prompt tokens that follow those fed, in tiles: nothing of the size [prompt, vocab] is held."""
+        result.prompt_logprobs = []
+        for begin in range(0, len(states), HEAD_ROWS):
+            logits = self.decoder.head(states[begin : begin + HEAD_ROWS])
+            if not bool(torch.isfinite(logits).all()):
+                result.error = NOT_FINITE
+                return
+            first = row.start + begin + 1
+            result.prompt_logprobs += logprobs_of(logits, row.context[first : first + len(logits)], row.prompt_logprobs)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]], kind: str = FULL) -> None:
-        self.pool.copy(pairs)
+        self.pool.copy(pairs, kind)
 
     def swap_out(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        raise NotImplementedError
+        self._swap().fetch(self.pool, pairs)
 
     def swap_in(self, pairs: Mapping[str, Sequence[tuple[int, int]]]) -> None:
-        raise NotImplementedError
+        self.pool.fetch(self._swap(), pairs)
+
+    def _swap(self) -> KvPool:
+        if self.swap is None:
+            raise ValueError("this runner was made without a swap pool")
+        return self.swap
 
     def release_chunks(self, chunks: Sequence[int]) -> None:
         self.pool.release(chunks)
+
+
+def _scored(row: RowWork) -> int:
+    """How many of the fed tokens another prompt token follows, where logprobs of those are asked for. Raises ValueError
+    where the context ends before the last of them."""
+    if row.prompt_logprobs < 0:
+        return 0
+    scored = max(0, min(len(row.tokens), row.prompt_len - 1 - row.start))
+    if scored and len(row.context) < row.start + scored + 1:
+        raise ValueError("prompt logprobs need the whole prompt as context")
+    return scored

@@ -1,7 +1,8 @@
-"""The decoder: RMSNorm, rotary grouped-query attention, SiLU-gated MLP, over tokens of many rows laid end to end.
+"""The decoder: RMSNorm, rotary grouped-query attention, gated MLP, over tokens of many rows laid end to end.
 
 Which row a token belongs to matters to attention alone, and attention is the backend's: to everything here a step is
-[tokens, hidden]. Sources: Llama (arXiv 2302.13971) §2.2; RMSNorm (1910.07467); SwiGLU (2002.05202); GQA (2305.13245).
+[tokens, hidden]. What families add to Llama (model/families.py) is an absent weight or a factor of one where they do not.
+Sources: Llama (arXiv 2302.13971) §2.2; RMSNorm (1910.07467); gated MLPs (2002.05202); GQA (2305.13245); Gemma 3 (2503.19786).
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ class Ops(Protocol):
         """residual += x (in place; not where x is None), then residual / rms(residual) · weight, as a new tensor."""
         ...
 
-    def attention(self, *, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Rotate q and k, store k and v in the pages, attend causally. [tokens, (G+2K)·D] → [tokens, G·D]."""
+    def attention(
+        self, *, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Normalise each head of q and k where there are weights [D] for it, rotate them, store k and v in the pages of the
+        layer's attention type, attend causally within its window. [tokens, (G+2K)·D] (overwritten) → [tokens, G·D]."""
         ...
 
-    def silu_mul(self, *, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(first half) · second half. [tokens, 2·ffn] → [tokens, ffn]."""
+    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
+        """activation(first half) · second half. [tokens, 2·ffn] → [tokens, ffn]."""
         ...
 
 
@@ -36,22 +40,34 @@ class Ops(Protocol):
 class Layer:
     attn_norm: torch.Tensor
     qkv: Linear
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
     out: Linear
+    post_attn_norm: torch.Tensor | None
     mlp_norm: torch.Tensor
     gate_up: Linear
     down: Linear
+    post_mlp_norm: torch.Tensor | None
 
 
 class Decoder:
     """Weights in compute layout. `embed` may be a view of a mapped file: its pages then are not anonymous memory."""
+
+    batched = True
+    """Whether one forward serves many rows; where not, the runner gives each row a forward of its own."""
 
     def __init__(self, checkpoint: Checkpoint, products: Products) -> None:
         """Packs the weights and empties `checkpoint.weights`, so that the raw ones can go."""
         w = checkpoint.weights
         self.config: DecoderConfig = checkpoint.config
         self.embed = w.pop("embed")
-        self.head = products(w.pop("head", self.embed))
+        self.embed_scale = self.config.hidden**0.5 if self.config.traits.scaled_embedding else 1.0
+        self._head = products(w.pop("head", self.embed))
         self.norm = w.pop("norm").clone()
+
+        def vector(name: str) -> torch.Tensor | None:
+            return w.pop(name).clone() if name in w else None
 
         def norm(name: str) -> torch.Tensor:
             return w.pop(name).clone()
@@ -61,22 +77,42 @@ class Decoder:
 
         self.layers = [
             Layer(
-                attn_norm=norm(f"layers.{i}.attn_norm"), qkv=matrix(f"layers.{i}.qkv"), out=matrix(f"layers.{i}.out"),
-                mlp_norm=norm(f"layers.{i}.mlp_norm"), gate_up=matrix(f"layers.{i}.gate_up"), down=matrix(f"layers.{i}.down"),
+                attn_norm=norm(f"layers.{i}.attn_norm"), qkv=matrix(f"layers.{i}.qkv"), qkv_bias=vector(f"layers.{i}.qkv_bias"),
+                q_norm=vector(f"layers.{i}.q_norm"), k_norm=vector(f"layers.{i}.k_norm"), out=matrix(f"layers.{i}.out"),
+                post_attn_norm=vector(f"layers.{i}.post_attn_norm"), mlp_norm=norm(f"layers.{i}.mlp_norm"),
+                gate_up=matrix(f"layers.{i}.gate_up"), down=matrix(f"layers.{i}.down"),
+                post_mlp_norm=vector(f"layers.{i}.post_mlp_norm"),
             )
             for i in range(self.config.layers)
         ]  # fmt: skip
 
-    def forward(self, tokens: torch.Tensor, sample_at: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """Logits [len(sample_at), vocab] of the tokens at `sample_at`; `tokens` int64 [n], both on the CPU."""
+    def hidden(self, tokens: torch.Tensor, at: torch.Tensor, ops: Ops) -> torch.Tensor:
+        """One forward of `tokens` int64 [n]; what the head reads, [len(at), hidden], of the tokens at `at`."""
         residual = self.embed[tokens]
+        if self.embed_scale != 1.0:
+            residual *= self.embed_scale
         x = None
         for i, layer in enumerate(self.layers):
             h = ops.add_rms_norm(x=x, residual=residual, weight=layer.attn_norm)
-            x = layer.out(ops.attention(layer=i, qkv=layer.qkv(h)))
+            qkv = layer.qkv(h)
+            if layer.qkv_bias is not None:
+                qkv += layer.qkv_bias
+            x = layer.out(ops.attention(layer=i, qkv=qkv, q_norm=layer.q_norm, k_norm=layer.k_norm))
+            if layer.post_attn_norm is not None:
+                x = ops.add_rms_norm(x=None, residual=x, weight=layer.post_attn_norm)
             h = ops.add_rms_norm(x=x, residual=residual, weight=layer.mlp_norm)
-            x = layer.down(ops.silu_mul(gate_up=layer.gate_up(h)))
-        if not len(sample_at):
+            x = layer.down(ops.gated(gate_up=layer.gate_up(h)))
+            if layer.post_mlp_norm is not None:
+                x = ops.add_rms_norm(x=None, residual=x, weight=layer.post_mlp_norm)
+        if not len(at):
+            return torch.empty(0, self.config.hidden)
+        return ops.add_rms_norm(x=None if x is None else x[at], residual=residual[at], weight=self.norm)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of rows of `hidden`."""
+        if not len(hidden):
             return torch.empty(0, self.config.vocab)
-        last = residual[sample_at]
-        return self.head(ops.add_rms_norm(x=None if x is None else x[sample_at], residual=last, weight=self.norm))
+        logits = self._head(hidden)
+        if (cap := self.config.final_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits

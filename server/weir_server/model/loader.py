@@ -4,10 +4,11 @@ Dequantising SmolLM2 takes seconds, mapping the result a tenth of one: so the fu
 `<cache>/<key>.safetensors` and mapped from then on. The key is the identity of the source files (name, size, modification
 time) and the layout's version. A cache that cannot be written costs one log line and the time, nothing else.
 
-The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_heads):
+The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_heads; norms as they multiply):
   embed [vocab, hidden] · norm [hidden] · head [vocab, hidden] unless tied
   layers.i: attn_norm [hidden] · qkv [(G + 2K)·D, hidden] · out [hidden, G·D] · mlp_norm [hidden] · gate_up [2·ffn, hidden]
-  · down [hidden, ffn]
+  · down [hidden, ffn]; where the family has them: qkv_bias [(G + 2K)·D] · q_norm, k_norm [D] · post_attn_norm,
+  post_mlp_norm [hidden]
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -29,13 +31,14 @@ from safetensors.torch import save_file
 
 from weir_server.model import config as model_config
 from weir_server.model.config import DecoderConfig
+from weir_server.model.families import Family
 from weir_server.model.files import (
     GGML_TYPES,
     GgufHeader,
     ModelError,
     TensorInfo,
-    hf_config,
     read_gguf_metadata,
+    read_json,
     safetensors_files,
 )
 
@@ -58,13 +61,13 @@ class Checkpoint:
 
 def load_checkpoint(path: Path, cache_dir: str | None = None) -> Checkpoint:
     """Load `path` (as `files.resolve` gives it). Raises ModelError."""
-    source = _Directory(path) if path.is_dir() else _Gguf(path)
+    source: _Source = _Directory(path) if path.is_dir() else _Gguf(path)
     key = _key(source.files)
     for directory in _cache_directories(cache_dir):
         cached = directory / f"{key}.safetensors"
         if (weights := _map(cached, source.config)) is not None:
             return Checkpoint(source.config, weights, mapped=True, key=key)
-    weights = _fused(source.config, source.tensor, path)
+    weights = _fused(source.config, source)
     source.check_nothing_left()
     for directory in _cache_directories(cache_dir):
         cached = directory / f"{key}.safetensors"
@@ -78,63 +81,107 @@ def load_checkpoint(path: Path, cache_dir: str | None = None) -> Checkpoint:
 
 def shapes(c: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor of the layout."""
-    attention = c.heads * c.head_dim
+    family, attention, kv = c.traits, c.heads * c.head_dim, c.kv_heads * c.head_dim
     out: dict[str, tuple[int, ...]] = {"embed": (c.vocab, c.hidden), "norm": (c.hidden,)}
     if not c.tied:
         out["head"] = (c.vocab, c.hidden)
-    for i in range(c.layers):
-        out |= {
-            f"layers.{i}.attn_norm": (c.hidden,),
-            f"layers.{i}.qkv": (attention + 2 * c.kv_heads * c.head_dim, c.hidden),
-            f"layers.{i}.out": (c.hidden, attention),
-            f"layers.{i}.mlp_norm": (c.hidden,),
-            f"layers.{i}.gate_up": (2 * c.ffn, c.hidden),
-            f"layers.{i}.down": (c.hidden, c.ffn),
-        }
-    return out
+    layer: dict[str, tuple[int, ...]] = {
+        "attn_norm": (c.hidden,), "qkv": (attention + 2 * kv, c.hidden), "out": (c.hidden, attention),
+        "mlp_norm": (c.hidden,), "gate_up": (2 * c.ffn, c.hidden), "down": (c.hidden, c.ffn),
+    }  # fmt: skip
+    if family.qkv_bias:
+        layer["qkv_bias"] = (attention + 2 * kv,)
+    if family.qk_norm:
+        layer |= {"q_norm": (c.head_dim,), "k_norm": (c.head_dim,)}
+    if family.post_norms:
+        layer |= {"post_attn_norm": (c.hidden,), "post_mlp_norm": (c.hidden,)}
+    return out | {f"layers.{i}.{name}": shape for i in range(c.layers) for name, shape in layer.items()}
 
 
-_PARTS = {
-    "embed": ("model.embed_tokens",), "norm": ("model.norm",), "head": ("lm_head",),
-    "attn_norm": ("input_layernorm",), "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "out": ("self_attn.o_proj",), "mlp_norm": ("post_attention_layernorm",), "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
-    "down": ("mlp.down_proj",),
+_STACKED = {"qkv": ("q", "k", "v"), "qkv_bias": ("q_bias", "k_bias", "v_bias"), "gate_up": ("gate", "up")}
+"""Our tensor → the pieces that files hold it in; others are one piece of the same name."""
+
+HF_TOP = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+HF_LAYER = {
+    "attn_norm": "input_layernorm.weight", "q": "self_attn.q_proj.weight", "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight", "q_bias": "self_attn.q_proj.bias", "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias", "q_norm": "self_attn.q_norm.weight", "k_norm": "self_attn.k_norm.weight",
+    "out": "self_attn.o_proj.weight", "mlp_norm": "post_attention_layernorm.weight", "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight",
 }  # fmt: skip
-"""Our tensor → the Hugging Face tensors stacked in it (a layer's below `model.layers.i.`; `.weight` at the end)."""
+GGUF_TOP = {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"}
+GGUF_LAYER = {
+    "attn_norm": "attn_norm.weight", "q": "attn_q.weight", "k": "attn_k.weight", "v": "attn_v.weight", "q_bias": "attn_q.bias",
+    "k_bias": "attn_k.bias", "v_bias": "attn_v.bias", "q_norm": "attn_q_norm.weight", "k_norm": "attn_k_norm.weight",
+    "out": "attn_output.weight", "post_attn_norm": "post_attention_norm.weight", "mlp_norm": "ffn_norm.weight",
+    "gate": "ffn_gate.weight", "up": "ffn_up.weight", "down": "ffn_down.weight", "post_mlp_norm": "post_ffw_norm.weight",
+}  # fmt: skip
 
 
-def parts(name: str) -> list[str]:
-    """The Hugging Face names of what `name` of the layout is stacked from."""
-    if name.startswith("layers."):
-        _, index, short = name.split(".")
-        return [f"model.layers.{index}.{p}.weight" for p in _PARTS[short]]
-    return [f"{p}.weight" for p in _PARTS[name]]
+def hf_name(family: Family, piece: str) -> str:
+    """The tensor of a Hugging Face directory that holds `piece`: "norm", "layers.3.q_bias" …"""
+    if not piece.startswith("layers."):
+        return HF_TOP[piece]
+    _, index, short = piece.split(".")
+    return f"model.layers.{index}.{family.hf_names.get(short) or HF_LAYER[short]}"
 
 
-def _fused(c: DecoderConfig, tensor: Callable[[str], torch.Tensor], where: Path) -> Weights:
-    """Build the layout from a reader of Hugging Face tensors. Raises ModelError for a missing or misshapen one."""
+def gguf_name(piece: str) -> str:
+    """The tensor of a GGUF file that holds `piece`."""
+    if not piece.startswith("layers."):
+        return GGUF_TOP[piece]
+    _, index, short = piece.split(".")
+    return f"blk.{index}.{GGUF_LAYER[short]}"
+
+
+def pieces(name: str) -> list[str]:
+    """What `name` of the layout is stacked from, in order."""
+    layer, dot, short = name.rpartition(".")
+    return [layer + dot + piece for piece in _STACKED.get(short, (short,))]
+
+
+def _fused(c: DecoderConfig, source: _Source) -> Weights:
+    """Build the layout from a source's tensors. Raises ModelError for a missing or misshapen one."""
     attention, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    rows = {"q_proj": attention, "k_proj": kv, "v_proj": kv, "gate_proj": c.ffn, "up_proj": c.ffn}
+    rows = {"q": attention, "k": kv, "v": kv, "q_bias": attention, "k_bias": kv, "v_bias": kv, "gate": c.ffn, "up": c.ffn}
     weights = {}
     for name, shape in shapes(c).items():
-        pieces = []
-        for part in parts(name):
-            piece = tensor(part)
-            expected = (rows.get(part.split(".")[-2], shape[0]), *shape[1:])
-            if tuple(piece.shape) != expected:
-                raise ModelError(f"{part} of {where} has shape {list(piece.shape)}, the config asks for {list(expected)}.")
-            pieces.append(piece.to(torch.float32))
-        weights[name] = torch.cat(pieces).contiguous() if len(pieces) > 1 else pieces[0].contiguous()
+        parts = []
+        for piece in pieces(name):
+            tensor, expected = source.tensor(piece), (rows.get(piece.rpartition(".")[2], shape[0]), *shape[1:])
+            if tuple(tensor.shape) != expected:
+                what = f"{source.name_of(piece)} of {source.path} has shape {list(tensor.shape)}"
+                raise ModelError(f"{what}, the config asks for {list(expected)}.")
+            parts.append(tensor.to(torch.float32))
+        weights[name] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
     return weights
 
 
 # ---------------------------------------------------------------- sources
 
+class _Source(Protocol):
+    """Where weights come from. `files`: what the identity of the model hangs on."""
+
+    path: Path
+    files: list[Path]
+    config: DecoderConfig
+
+    def name_of(self, piece: str) -> str: ...
+
+    def tensor(self, piece: str) -> torch.Tensor:
+        """A piece as the decoder computes with it. Raises ModelError where it is missing or cannot be read."""
+        ...
+
+    def check_nothing_left(self) -> None:
+        """Raises ModelError where the source has a tensor that the decoder has no use for."""
+        ...
+
+
 class _Directory:
     """A directory in the Hugging Face layout."""
 
     def __init__(self, path: Path) -> None:
-        config = model_config.from_hf(hf_config(path), path / "config.json")
+        config = model_config.from_hf(read_json(path / "config.json"), path / "config.json")
         self.path, self.files = path, [path / "config.json", *safetensors_files(path)]
         self.where = {name: file for file in self.files[1:] for name in _names(file)}
         # like transformers: an absent tie_word_embeddings means untied, and a head that the file has is redundant where tied
@@ -142,17 +189,23 @@ class _Directory:
             raise ModelError(f"{path} has no tensor lm_head.weight, and its config does not tie the head to the embedding.")
         self.config = config
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def name_of(self, piece: str) -> str:
+        return hf_name(self.config.traits, piece)
+
+    def tensor(self, piece: str) -> torch.Tensor:
+        name = self.name_of(piece)
         if name not in self.where:
             raise ModelError(f"{self.path} has no tensor {name}.")
         with safe_open(self.where[name], framework="pt") as file:
-            piece = file.get_tensor(name)
-        if not piece.is_floating_point():
-            raise ModelError(f"{name} of {self.path} has type {piece.dtype}; quantised safetensors are not read.")
-        return piece
+            tensor = file.get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ModelError(f"{name} of {self.path} has type {tensor.dtype}; quantised safetensors are not read.")
+        if piece.endswith("norm") and (offset := self.config.traits.norm_offset):
+            return tensor.to(torch.float32) + offset
+        return tensor
 
     def check_nothing_left(self) -> None:
-        known = {p for name in [*shapes(self.config), "head"] for p in parts(name)}
+        known = {self.name_of(p) for name in [*shapes(self.config), "head"] for p in pieces(name)}
         extra = sorted(n for n in self.where if n not in known and not n.endswith(".rotary_emb.inv_freq"))
         if extra:
             raise ModelError(f"{self.path} has the tensor {extra[0]}, which a {self.config.family} decoder has no use for.")
@@ -167,33 +220,25 @@ def _names(file: Path) -> list[str]:
 
 
 class _Gguf:
-    """A GGUF file; its tensors under their Hugging Face names."""
+    """A GGUF file."""
 
-    _NAMES = {
-        "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "post_attention_layernorm": "ffn_norm",
-        "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
-    }  # fmt: skip
-    _TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     _ROPE = "rope_freqs.weight"
 
     def __init__(self, path: Path) -> None:
+        self.path, self.files, self.used = path, [path], {self._ROPE}
         self.header: GgufHeader = read_gguf_metadata(path)
-        self.files, self.used = [path], {self._ROPE}
         divisors = tuple(self._read(self._ROPE).tolist()) if self._ROPE in self.header.tensors else ()
         self.config = model_config.from_gguf(self.header, divisors)
 
-    def tensor(self, name: str) -> torch.Tensor:
-        stem = name.removesuffix(".weight")
-        if stem.startswith("model.layers."):
-            index, part = stem.removeprefix("model.layers.").split(".", 1)
-            ours = f"blk.{index}.{self._NAMES[part]}.weight"
-        else:
-            part, ours = stem, f"{self._TOP[stem]}.weight"
-        array = self._read(ours)
-        heads = {"self_attn.q_proj": self.config.heads, "self_attn.k_proj": self.config.kv_heads}.get(part)
-        if heads is not None:
-            array = _unpermuted(array, heads, ours)
+    def name_of(self, piece: str) -> str:
+        return gguf_name(piece)
+
+    def tensor(self, piece: str) -> torch.Tensor:
+        name = self.name_of(piece)
+        array = self._read(name)
+        heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(piece.rpartition(".")[2])
+        if heads is not None and self.config.traits.interleaved:
+            array = _unpermuted(array, heads, name)
         return torch.from_numpy(np.ascontiguousarray(array))
 
     def _read(self, name: str) -> np.ndarray:
@@ -203,26 +248,26 @@ class _Gguf:
 
         info = self.header.tensors.get(name)
         if info is None:
-            raise ModelError(f"{self.header.path} has no tensor {name}.")
+            raise ModelError(f"{self.path} has no tensor {name}.")
         self.used.add(name)
         try:
-            with self.header.path.open("rb") as file:
+            with self.path.open("rb") as file:
                 file.seek(info.offset)
                 raw = file.read(info.nbytes)
         except OSError as e:
-            raise ModelError(f"Cannot read the model file {self.header.path}: {e.strerror}.") from None
+            raise ModelError(f"Cannot read the model file {self.path}: {e.strerror}.") from None
         if len(raw) < info.nbytes:
-            raise ModelError(f"{self.header.path} is truncated: {name} has {len(raw)} of its {info.nbytes} bytes.")
+            raise ModelError(f"{self.path} is truncated: {name} has {len(raw)} of its {info.nbytes} bytes.")
         if GGML_TYPES[info.type][0] in ("F32", "F16"):
             dtype = np.float32 if info.type == 0 else np.float16
             return np.frombuffer(raw, dtype).reshape(info.shape).astype(np.float32)
-        blocks = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], _row_bytes(info, self.header.path))
+        blocks = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], _row_bytes(info, self.path))
         return dequantize(blocks, GGMLQuantizationType(info.type)).astype(np.float32, copy=False)
 
     def check_nothing_left(self) -> None:
         if extra := sorted(set(self.header.tensors) - self.used):
             raise ModelError(
-                f"{self.header.path} has the tensor {extra[0]}, which a {self.config.family} decoder has no use for."
+                f"{self.path} has the tensor {extra[0]}, which a {self.config.family} decoder has no use for."
             )
 
 

@@ -1,8 +1,9 @@
 """From logits to tokens.
 
 Rows are first edited one by one (penalties, bias, minimum length), which leaves rows that ask for nothing untouched; then
-rows with equal (temperature, top-k, top-p, min-p) are drawn in one call. Every operation works along a row, so a row's
-token is the same alone and in company. Random numbers are a hash of (seed, choice, position): no state, no neighbours.
+rows with equal (temperature, top-k, top-p, min-p) are drawn in one extraction, [rows, vocab] → [rows], without a loop over
+them. Every operation works along a row, so a row's token is the same alone and in company. Random numbers are a hash of
+(seed, choice, position): no state, no neighbours.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ LOWEST_LOGPROB = -9999.0
 
 COLDEST = 1e-5
 """Temperatures below are greedy: divided by one that float32 cannot hold, the best token's own weight is no number."""
+
+NOT_FINITE = "the model's logits are not finite"
 
 _CUTS = (256, 4096)
 """Candidates looked at before the whole vocabulary is sorted for top-p; the first is almost always enough."""
@@ -51,10 +54,10 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
     for i, row in enumerate(rows):
         s = row.sampling
         if not finite[i]:
-            out[i].error = "the model's logits are not finite"
+            out[i].error = NOT_FINITE
             continue
         if s.logprobs >= 0:
-            raw[i] = logits[i].log_softmax(-1)
+            raw[i] = logits[i : i + 1].clone()
         try:
             _edit(logits[i], row)
         except (IndexError, RuntimeError) as e:
@@ -67,13 +70,13 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
             tokens: list[int | None] = list(chosen.argmax(-1).tolist())
         else:
             numbers = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
-            tokens = _drawn(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
+            tokens = _extract(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
         for i, token in zip(members, tokens, strict=True):
             out[i].token = token
             if token is None:
                 out[i].error = "sampling failed: no token is allowed"
             elif i in raw:
-                out[i].logprobs = _logprobs(raw[i], token, rows[i].sampling.logprobs)
+                (out[i].logprobs,) = logprobs_of(raw[i], [token], rows[i].sampling.logprobs)
     return out
 
 
@@ -98,7 +101,7 @@ def _edit(logits: torch.Tensor, row: Draw) -> None:
         logits[torch.tensor(s.stop_ids)] = -torch.inf
 
 
-def _drawn(
+def _extract(
     logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float, numbers: torch.Tensor
 ) -> list[int | None]:
     """Tokens by inverse transform in the vocabulary's order: temperature, then top-k, top-p, min-p, as in transformers.
@@ -107,37 +110,46 @@ def _drawn(
     """
     weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
     if 0 < top_k < weights.shape[-1]:
-        weights = _at_least(weights, weights.topk(top_k).values[:, -1])
+        weights = _at_least(weights, weights.topk(top_k).values[:, -1:])
     if top_p < 1.0:
-        weights = _at_least(weights, torch.stack([_nucleus(w, top_p) for w in weights]))
+        weights = _at_least(weights, _nucleus(weights, top_p))
     if min_p > 0.0:
-        weights = _at_least(weights, torch.full((len(weights),), min_p))
-    cumulative = weights.double().cumsum(-1)
+        weights = _at_least(weights, torch.tensor(min_p))
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, numbers[:, None] * total)[:, 0].tolist()
     return [token if ok else None for token, ok in zip(tokens, (total[:, 0] > 0).tolist(), strict=True)]
 
 
 def _at_least(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    return weights.masked_fill(weights < least[:, None], 0.0)
+    return weights.masked_fill(weights < least, 0.0)
 
 
 def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The least weight in the smallest set of best tokens whose share reaches `top_p` (arXiv 1904.09751)."""
-    wanted = top_p * weights.sum(dtype=torch.float64)
-    for count in (*(cut for cut in _CUTS if cut < len(weights)), len(weights)):
+    """The least weight [rows, 1] in the smallest set of best tokens whose share reaches `top_p` (arXiv 1904.09751).
+
+    Totals are the ends of running sums: unlike a sum, those add in the same order however many rows there are.
+    """
+    wanted, vocab = top_p * weights.cumsum(-1, dtype=torch.float64)[:, -1:], weights.shape[-1]
+    for count in (*(cut for cut in _CUTS if cut < vocab), vocab):
         best = weights.topk(count).values
-        reached = (best.cumsum(-1, dtype=torch.float64) >= wanted).nonzero()
-        if len(reached):
-            return best[reached[0, 0]]
-    return best[-1]
+        short = (best.cumsum(-1, dtype=torch.float64) < wanted).sum(-1, keepdim=True)
+        if int(short.max()) < count:
+            break
+    return best.gather(-1, short.clamp(max=vocab - 1))
 
 
-def _logprobs(logprobs: torch.Tensor, token: int, k: int) -> TokenLogprobs:
-    """Of the model's own distribution, before temperature and edits."""
-    best = logprobs.topk(min(k, len(logprobs)))
-    pairs = zip(best.indices.tolist(), best.values.clamp(min=LOWEST_LOGPROB).tolist(), strict=True)
-    return TokenLogprobs(max(float(logprobs[token]), LOWEST_LOGPROB), list(pairs))
+def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
+    """Of one token for each row of `logits` [rows, vocab], and of the k best: the model's own distribution, before
+    temperature and edits."""
+    logprobs = logits.log_softmax(-1)
+    best = logprobs.topk(min(k, logprobs.shape[-1]))
+    chosen = logprobs.gather(-1, torch.tensor(tokens)[:, None])[:, 0].clamp(min=LOWEST_LOGPROB).tolist()
+    values = best.values.clamp(min=LOWEST_LOGPROB).tolist()
+    return [
+        TokenLogprobs(value, list(zip(ids, of_best, strict=True)))
+        for value, ids, of_best in zip(chosen, best.indices.tolist(), values, strict=True)
+    ]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
