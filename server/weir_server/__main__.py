@@ -31,6 +31,7 @@ def refuse_what_is_not_there(arguments: list[str]) -> None:
 
 def make_app() -> typer.Typer:
     """All commands."""
+    from weir_server.cli.fetch import command as fetch
     from weir_server.cli.replay import command as replay
     from weir_server.cli.serve import command as serve
     from weir_server.cli.size import command as size
@@ -41,6 +42,7 @@ def make_app() -> typer.Typer:
     app.command("run")(run)
     app.command("chat")(chat)
     app.command("size")(size)
+    app.command("fetch")(fetch)
     app.command("replay")(replay)
     return app
 

@@ -89,6 +89,17 @@ class Cluster:
         ours = [line for line in found if not line["userAgent"].startswith(others)]
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
+    def quiet(self, operator: Operator, namespace: str) -> None:
+        """Wait until nothing waits for a pass and nothing was written between two looks."""
+        count = -1
+
+        def still() -> bool:
+            nonlocal count
+            before, count = count, len(self.writes(namespace))
+            return before == count and operator.metric("weir_operator_queued_keys") == 0
+
+        wait(still, why="nothing left to do")
+
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 

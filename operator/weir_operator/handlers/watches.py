@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,16 +15,13 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from weir_operator.api import names
+from weir_operator.io.kube import resource_of
 from weir_operator.loops.queue import WorkQueue
-from weir_operator.loops.store import Store, key_of, owner_key
+from weir_operator.loops.store import CHILD_KINDS, Store, key_of, owner_key
 
-_CHILDREN = {
-    "Deployment": ("apps", "v1", "deployments"),
-    "Service": ("", "v1", "services"),
-    "ServiceAccount": ("", "v1", "serviceaccounts"),
-    "ConfigMap": ("", "v1", "configmaps"),
-    "Pod": ("", "v1", "pods"),
-}
+SILENT_SECONDS = 70.0
+"""The API server sends a bookmark every minute: a watch that says nothing for longer is dead, and is begun anew."""
+_CHILDREN = {kind: resource_of(kind) for kind in ("Pod", *CHILD_KINDS)}
 
 
 def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
@@ -32,7 +30,8 @@ def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
     settings.peering.standalone = True
     settings.scanning.disabled = bool(namespaces)  # without cluster rights neither namespaces nor CRDs can be watched
     settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
-    settings.networking.error_backoffs = (1, 1, 2, 3, 5, 8, 13, 21)
+    settings.watching.inactivity_timeout = SILENT_SECONDS
+    settings.networking.error_backoffs = [delay * random.uniform(0.8, 1.2) for delay in (1, 1, 2, 3, 5, 8, 13, 21)]
     settings.process.ultimate_exiting_timeout = 15
     settings.persistence.finalizer = f"{names.GROUP}/kopf-finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=f"kopf.{names.GROUP}")

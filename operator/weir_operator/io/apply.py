@@ -58,6 +58,29 @@ class Writer:
         body = {**manifest, "metadata": meta}
         return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.FIELD_MANAGER, force="true"))
 
+    async def hand_over(self, deployment: Mapping[str, Any]) -> dict[str, Any]:
+        """Have the present number of pods kept by a manager of its own, so that it stays when ours lets go of it: a field that
+        nobody applies any more would fall back to 1."""
+        meta = deployment["metadata"]
+        body = {
+            "apiVersion": "apps/v1", "kind": "Deployment",
+            "metadata": {k: meta[k] for k in ("name", "namespace", "resourceVersion")},
+            "spec": {"replicas": deployment["spec"]["replicas"]},
+        }
+        target = path("Deployment", meta["namespace"], meta["name"])
+        return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.HANDOFF_MANAGER, force="true"))
+
+    async def delete(self, kind: str, observed: Mapping[str, Any]) -> None:
+        """Delete a child that is no longer wanted, if it still is what was observed. Raises ApiError."""
+        meta = observed["metadata"]
+        conditions = {"uid": meta["uid"], "resourceVersion": meta["resourceVersion"]}
+        body = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": conditions, "propagationPolicy": "Background"}
+        try:
+            await self._write("DELETE", path(kind, meta["namespace"], meta["name"]), body)
+        except ApiError as e:
+            if e.status != 404:
+                raise
+
     async def patch_status(self, raw: Mapping[str, Any], status: Mapping[str, Any]) -> dict[str, Any]:
         """Replace what changed of a resource's status, fenced by its resourceVersion. Raises ApiError."""
         meta, before = raw["metadata"], raw.get("status") or {}

@@ -6,8 +6,10 @@ CRD that arrives late is simply a path that starts to answer.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import json
+import random
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -21,6 +23,8 @@ from weir_operator.api import names
 from weir_operator.io.metrics import API_CALLS, verb
 
 REQUEST_SECONDS = 30.0
+TRIES, FIRST_DELAY, LONGEST_DELAY = 4, 0.5, 10.0
+"""Of a request that the API server put off: 429 for any (it did nothing), 5xx for reads. Others are the caller's to repeat."""
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 
@@ -33,6 +37,11 @@ _PATHS = {
     "Pod": ("api/v1", "pods"),
     "Event": ("api/v1", "events"),
     "Lease": ("apis/coordination.k8s.io/v1", "leases"),
+    "PersistentVolumeClaim": ("api/v1", "persistentvolumeclaims"),
+    "PodDisruptionBudget": ("apis/policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": ("apis/networking.k8s.io/v1", "networkpolicies"),
+    "HorizontalPodAutoscaler": ("apis/autoscaling/v2", "horizontalpodautoscalers"),
+    **{kind: (f"apis/{version}", plural) for kind, (version, plural) in names.OPTIONAL_KINDS.items()},
     names.KIND: (f"apis/{names.API_VERSION}", names.PLURAL),
 }
 
@@ -42,6 +51,13 @@ def path(kind: str, namespace: str | None, name: str | None = None, subresource:
     root, plural = _PATHS[kind]
     parts = [root, *(["namespaces", namespace] if namespace else []), plural, *([name] if name else [])]
     return "/" + "/".join(quote(part, safe="/") for part in (*parts, *([subresource] if subresource else [])))
+
+
+def resource_of(kind: str) -> tuple[str, str, str]:
+    """Group, version and plural of a kind."""
+    root, plural = _PATHS[kind]
+    *group, version = root.split("/")[1:]
+    return "".join(group), version, plural
 
 
 class ApiError(Exception):
@@ -117,6 +133,24 @@ class Kube:
         content_type: str = "application/json",
     ) -> dict[str, Any]:
         """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
+        for attempt in range(TRIES):
+            status, wait, text = await self._once(method, target, query, body, content_type)
+            put_off = status == 429 or (method == "GET" and status >= 500)
+            if not put_off or attempt == TRIES - 1:
+                break
+            await asyncio.sleep(min(LONGEST_DELAY, max(wait, FIRST_DELAY * 2**attempt)) * random.uniform(1.0, 1.5))
+        if status < 300:
+            return dict(json.loads(text)) if text else {}
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = {}
+        raise ApiError(status, said.get("reason", ""), said.get("message") or text.decode(errors="replace")[:500])
+
+    async def _once(
+        self, method: str, target: str, query: Mapping[str, str] | None, body: Any, content_type: str,
+    ) -> tuple[int, float, bytes]:
+        """Status, seconds of Retry-After, body."""
         headers = {"Accept": "application/json", "Content-Type": content_type}
         called = verb(method, target, content_type)
         try:
@@ -130,13 +164,8 @@ class Kube:
             API_CALLS.labels(called, "none").inc()
             raise Unreachable(f"the API server does not answer: {e or type(e).__name__}") from None
         API_CALLS.labels(called, str(answer.status)).inc()
-        if answer.status < 300:
-            return dict(json.loads(text)) if text else {}
-        try:
-            said = json.loads(text)
-        except ValueError:
-            said = {}
-        raise ApiError(answer.status, said.get("reason", ""), said.get("message") or text.decode(errors="replace")[:500])
+        after = answer.headers.get("Retry-After", "")
+        return answer.status, float(after) if after.isdigit() else 0.0, text
 
     async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
         """The object, or None if there is none."""
@@ -146,6 +175,17 @@ class Kube:
             if e.status == 404:
                 return None
             raise
+
+    async def has(self, kind: str) -> bool:
+        """Whether the API server serves a kind now."""
+        root, plural = _PATHS[kind]
+        try:
+            found = await self.request("GET", f"/{root}")
+        except ApiError as e:
+            if e.status == 404:
+                return False
+            raise
+        return any(resource.get("name") == plural for resource in found.get("resources", ()))
 
     async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
         """The objects, with the kind and version that the API server leaves out of a list's members."""

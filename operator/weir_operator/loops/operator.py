@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import socket
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,15 @@ from weir_operator.loops.reconcile import Reconciler
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.store import Store, key_of, owned_by
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.plan import SpecError, parse
-from weir_operator.plan.status import TuningReport, is_ready, is_running
+from weir_operator.plan.trouble import is_ready, is_running
 from weir_server.contract import CONTROL_PORT
 
 log = logging.getLogger(__name__)
-RESYNC_SECONDS, RELIST_SECONDS = 600.0, 5.0
+RESYNC_SECONDS, RELIST_SECONDS, DISCOVER_SECONDS = 600.0, 5.0, 20.0
+SPREAD = 0.5
+"""Of the poll interval: what is left of it is for pods that hang."""
 LAG_SECONDS = 60.0
 """A watch that has not told by then of what a list showed has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
@@ -138,6 +142,17 @@ class Resync:
             enqueue_all(self._reconciler.store, self._queue)
             await asyncio.sleep(RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
 
+    async def discover(self) -> None:
+        """Notice the optional kinds' definitions as they come and go."""
+        while True:
+            await asyncio.sleep(DISCOVER_SECONDS * random.uniform(0.8, 1.2))
+            try:
+                if await self._reconciler.discover():
+                    log.info("optional kinds that are here now: %s", ", ".join(sorted(self._reconciler.kinds)) or "none")
+                    enqueue_all(self._reconciler.store, self._queue)
+            except (ApiError, Unreachable) as e:
+                log.warning("looking for optional kinds: %s", e)
+
     async def then(self, part: Callable[[], Awaitable[None]]) -> None:
         """Begin `part` once everything was listed: what is not known yet must not be taken for gone."""
         await self._listed.wait()
@@ -163,7 +178,7 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
     lease: LeaseLoop
     writer = Writer(kube, lambda: lease.left())
     key = await Writer(kube).control_key(settings.own_namespace)
-    reconciler = Reconciler(kube, writer, store, settings.server_image, key)
+    reconciler = Reconciler(kube, writer, store, settings.server_image, key, settings.own_namespace)
     queue = WorkQueue(reconciler)
     resync = Resync(reconciler, queue, settings.namespaces)
 
@@ -189,8 +204,11 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store)
-            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, settings.tuner)
-            writers = [resync.then(tuner.run), resync.then(queue.run), resync.run(), reconciler.events.run(), heartbeat()]
+            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
+            writers = [
+                resync.then(tuner.run), resync.then(queue.run), resync.run(), resync.then(resync.discover),
+                reconciler.events.run(), heartbeat(),
+            ]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
                 for parts in (writers, [lease.run()], [watch(store, queue, stop)])

@@ -23,13 +23,22 @@ from weir_operator.io.scrape import pod_token
 from weir_operator.loops.events import Recorder
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
-from weir_operator.plan.manifests import Defaults, Manifest, children
+from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
 from weir_operator.plan.news import news
+from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
-from weir_operator.plan.status import Observed, TuningReport, invalid_status, status
+from weir_operator.plan.status import invalid_status, status
 
 log = logging.getLogger(__name__)
+Where = tuple[str, str, str]
+"""Kind, namespace, name."""
 WATCHED = ("Pod", *CHILD_KINDS, names.KIND)
+_BOOKKEEPING = (
+    "deployment.kubernetes.io/revision", "pv.kubernetes.io/bind-completed", "pv.kubernetes.io/bound-by-controller",
+    "volume.kubernetes.io/selected-node", "volume.kubernetes.io/storage-provisioner",
+    "volume.beta.kubernetes.io/storage-provisioner", "autoscaling.alpha.kubernetes.io/conditions",
+)
+"""Annotations that controllers keep on children."""
 LASTING_SECONDS = 60.0
 """An error that may pass is said as a condition once it has lasted so long."""
 
@@ -38,12 +47,24 @@ def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def fingerprint(obj: Mapping[str, Any]) -> str:
-    """Of an object without what changes by itself: status, versions, bookkeeping."""
+def fingerprint(obj: Mapping[str, Any], replicas: bool = True) -> str:
+    """Of an object without what changes by itself: status, versions, bookkeeping; and its number of pods where that is somebody
+    else's."""
     meta = {k: v for k, v in obj["metadata"].items() if k in ("labels", "ownerReferences", "uid", "deletionTimestamp")}
     notes = obj["metadata"].get("annotations") or {}
-    meta["annotations"] = {k: v for k, v in notes.items() if k != "deployment.kubernetes.io/revision"}
-    return digest({"metadata": meta, **{k: v for k, v in obj.items() if k not in ("metadata", "status")}})
+    meta["annotations"] = {k: v for k, v in notes.items() if k not in _BOOKKEEPING}
+    rest = {k: v for k, v in obj.items() if k not in ("metadata", "status")}
+    if not replicas:
+        rest["spec"] = {k: v for k, v in rest["spec"].items() if k != "replicas"}
+    return digest({"metadata": meta, **rest})
+
+
+def _owns_replicas(deployment: Object) -> bool:
+    """Whether letting go of the number of pods would reset it: our own apply set it, and nobody else has since."""
+    return any(
+        entry.get("manager") == names.FIELD_MANAGER and "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+        for entry in deployment["metadata"].get("managedFields") or ()
+    )
 
 
 class NameTaken(Exception):
@@ -61,15 +82,17 @@ class Applied:
 @dataclass(slots=True)
 class Reconciler:
     """Passes over single resources. `image`: the server's default image; `key`: what pods' tokens are made from;
-    `reports`: the tuner's news by key and uid of the resource."""
+    `reports`: the tuner's news by key and uid of the resource; `kinds`: which of the optional kinds the cluster has."""
 
     kube: Kube
     writer: Writer
     store: Store
     image: str
     key: bytes
+    operator_namespace: str = "default"
     reports: dict[tuple[str, str], TuningReport] = field(default_factory=dict)
-    _applied: dict[tuple[str, str, str], Applied] = field(default_factory=dict)
+    kinds: frozenset[str] = frozenset()
+    _applied: dict[Where, Applied] = field(default_factory=dict)
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
     events: Recorder = field(init=False)
 
@@ -98,11 +121,10 @@ class Reconciler:
         except SpecError as e:
             await self._write_status(raw, invalid_status(raw, Condition("Ready", False, "SpecInvalid", str(e)), utc_now()))
             return
-        defaults = Defaults(self.image, pod_token(self.key, resource.metadata.uid))
+        defaults = Defaults(self.image, pod_token(self.key, resource.metadata.uid), self.operator_namespace)
         trouble, again = None, None
         try:
-            for manifest in children(resource, defaults):
-                await self._child(resource, manifest)
+            await self._make(resource, defaults)
             self._failing.pop(key, None)
         except NameTaken as e:
             trouble, again = Condition("Ready", False, "NameTaken", str(e)), str(e)
@@ -117,16 +139,45 @@ class Reconciler:
         if again:
             raise Retry(again)
 
-    def _observed(self, resource: InferenceDeployment, trouble: Condition | None, applied: bool) -> Observed:
+    def _observed(self, resource: InferenceDeployment, trouble: Condition | None = None, applied: bool = True) -> Observed:
         meta = resource.metadata
         key = key_of(meta.namespace, meta.name)
         deployment = self.store.get("Deployment", meta.namespace, meta.name)
         if deployment is not None and not owned_by(deployment, meta.uid):
             deployment = None
-        return Observed(utc_now(), deployment, self.store.pods(key), trouble, applied, self.reports.get((key, meta.uid)))
+        report = self.reports.get((key, meta.uid))
+        return Observed(utc_now(), deployment, self.store.pods(key), trouble, applied, report, self.kinds)
 
-    async def _child(self, resource: InferenceDeployment, manifest: Manifest) -> None:
-        """Apply one child if it needs it. Raises NameTaken, ApiError."""
+    # ------------------------------------------------------------------ children
+
+    async def _make(self, resource: InferenceDeployment, defaults: Defaults) -> None:
+        """Have exactly the children that are wanted. Raises NameTaken, Retry, ApiError."""
+        meta, absent = resource.metadata, set[Where]()
+        await self._find(resource, ("Deployment", meta.namespace, meta.name), absent)  # its pods keep what it was made with
+        wanted = children(resource, defaults, self._observed(resource))
+        for manifest in wanted:
+            await self._child(resource, manifest, absent)
+        keep = {(m["kind"], m["metadata"]["name"]) for m in wanted}
+        for kind in (*CHILD_KINDS, *names.OPTIONAL_KINDS):
+            for live in self.store.owned(kind, key_of(meta.namespace, meta.name)):
+                if kind not in KEPT and (kind, live["metadata"]["name"]) not in keep and owned_by(live, meta.uid):
+                    await self.writer.delete(kind, live)
+                    self.store.drop(kind, live)
+
+    async def _find(self, resource: InferenceDeployment, where: Where, absent: set[Where]) -> Object | None:
+        """A child as it is: what the watches told, else what the API server says. `absent` spares asking twice in a pass.
+        What is somebody else's is not kept: no watch would tell that it is gone."""
+        live = self.store.get(*where)
+        if live is None and where not in absent:
+            live = await self.kube.get(*where)
+            if live is None:
+                absent.add(where)
+            elif _ours(live, resource):
+                self.store.put(where[0], live)
+        return live
+
+    async def _child(self, resource: InferenceDeployment, manifest: Manifest, absent: set[Where]) -> None:
+        """Apply one child if it needs it. Raises NameTaken, Retry, ApiError."""
         kind, meta = manifest["kind"], manifest["metadata"]
         where = (kind, meta["namespace"], meta["name"])
         wanted, known = digest(manifest), self._applied.get(where)
@@ -135,22 +186,28 @@ class Reconciler:
                 await self.writer.apply(manifest, None)
                 self._applied[where] = Applied(wanted, "")
             return
-        live = self.store.get(*where) or await self.kube.get(*where)
+        live, counted = await self._find(resource, where, absent), kind != "Deployment" or "replicas" in manifest["spec"]
         if live is not None:
-            if not owned_by(live, resource.metadata.uid):
+            if not _ours(live, resource):
                 raise NameTaken(f"{kind} {meta['name']} exists and does not belong to this {names.KIND}; delete or rename it")
-            self.store.put(kind, live)
-            if known and known.wanted == wanted and known.left == fingerprint(live):
+            if known and known.wanted == wanted and known.left == fingerprint(live, counted):
                 return
         try:
+            if live is not None and not counted and _owns_replicas(live):
+                live = await self.writer.hand_over(live)
             left = await self.writer.apply(manifest, live)
         except ApiError as e:
+            if e.status == 404 and kind in names.OPTIONAL_KINDS:
+                self.kinds -= {kind}  # its definition went a moment ago
+                raise Retry(f"the cluster has no {kind} any more") from None
             if e.status in (404, 409) and live is not None:  # what was seen is not what is there: look again next time
                 self.store.drop(kind, live)
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise
         self.store.put(kind, left)
-        self._applied[where] = Applied(wanted, fingerprint(left))
+        self._applied[where] = Applied(wanted, fingerprint(left, counted))
+
+    # ------------------------------------------------------------------ status
 
     async def _write_status(self, raw: Object, status: Mapping[str, Any]) -> None:
         if (raw.get("status") or {}) == status:
@@ -176,20 +233,43 @@ class Reconciler:
         for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name]:
             del self._applied[where]
 
+    async def discover(self) -> bool:
+        """Look which of the optional kinds the cluster has. True where that changed."""
+        found = frozenset([kind for kind in names.OPTIONAL_KINDS if await self.kube.has(kind)])
+        changed, self.kinds = self.kinds ^ found, found
+        for kind in changed:  # of a kind that went, nothing is left
+            self.store.replace(kind, (), self.store.known(kind), watched=False)
+            for where in [w for w in self._applied if w[0] == kind]:
+                del self._applied[where]
+        return bool(changed)
+
     async def refresh(self, namespaces: tuple[str, ...]) -> None:
         """List everything anew, and write the token Secrets once more: what no watch has told comes to light here."""
-        for kind in WATCHED:
+        await self.discover()
+        for kind in (*WATCHED, *sorted(self.kinds)):
             selector = None if kind == names.KIND else names.MANAGED_SELECTOR
             before = self.store.known(kind)
             listed = [o for ns in namespaces or (None,) for o in await self.kube.list(kind, ns, selector)]
-            self.store.replace(kind, listed, before)
+            self.store.replace(kind, listed, before, watched=kind in WATCHED)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
 
 
-def _stem(where: tuple[str, str, str]) -> str:
+def _ours(live: Object, resource: InferenceDeployment) -> bool:
+    """A child is known by its owner reference; a claim that outlives its resource by the labels that we gave it."""
+    meta, labels = live["metadata"], live["metadata"].get("labels") or {}
+    if owned_by(live, resource.metadata.uid):
+        return True
+    kept = labels.get(names.MANAGED_LABEL) == "true" and labels.get(names.OWNER_LABEL) == resource.metadata.name
+    return live.get("kind") == "PersistentVolumeClaim" and kept and not meta.get("ownerReferences")
+
+
+_SUFFIX = {"ConfigMap": "-boot", "PersistentVolumeClaim": "-models", "Service": "-pods"}
+
+
+def _stem(where: Where) -> str:
     kind, _, name = where
-    return name.rsplit("-control-", 1)[0] if kind == "Secret" else name.removesuffix("-boot") if kind == "ConfigMap" else name
+    return name.rsplit("-control-", 1)[0] if kind == "Secret" else name.removesuffix(_SUFFIX.get(kind, ""))
 
 
 def _relevant(raw: Object) -> dict[str, Any]:

@@ -14,7 +14,11 @@ from typing import Any
 from weir_operator.api import names
 
 Object = Mapping[str, Any]
-CHILD_KINDS = ("Deployment", "Service", "ServiceAccount", "ConfigMap")
+CHILD_KINDS = (
+    "Deployment", "Service", "ServiceAccount", "ConfigMap", "PersistentVolumeClaim", "PodDisruptionBudget", "NetworkPolicy",
+    "HorizontalPodAutoscaler",
+)
+"""Kinds of children that are watched. Secrets are never read, and the optional kinds are listed now and then."""
 
 
 def key_of(namespace: str, name: str) -> str:
@@ -33,11 +37,11 @@ def owned_by(obj: Object, uid: str) -> bool:
 
 
 class Store:
-    """Objects by kind and namespace/name; pods also by owner."""
+    """Objects by kind and namespace/name, and by kind and owner."""
 
     def __init__(self) -> None:
         self._objects: dict[str, dict[str, Object]] = {}
-        self._pods: dict[str, set[str]] = {}
+        self._owned: dict[tuple[str, str], set[str]] = {}
         self._untold: dict[tuple[str, str], float] = {}  # what a list showed and no watch has told: since when
         self.heard: dict[str, float] = {}  # Unix time of each kind's last news from a watch
 
@@ -60,21 +64,25 @@ class Store:
         if old and old["metadata"]["uid"] == meta["uid"] and _older(meta, old["metadata"]):
             return
         known[key] = obj
-        if kind == "Pod" and (owner := owner_key(obj)):
-            self._pods.setdefault(owner, set()).add(key)
+        if old is not None and owner_key(old) != owner_key(obj):
+            self._disown(kind, old, key)
+        if owner := owner_key(obj):
+            self._owned.setdefault((kind, owner), set()).add(key)
 
     def drop(self, kind: str, obj: Object) -> None:
         key = key_of(obj["metadata"]["namespace"], obj["metadata"]["name"])
-        self._objects.get(kind, {}).pop(key, None)
-        if kind == "Pod" and (owner := owner_key(obj)):
-            self._pods.get(owner, set()).discard(key)
-            if not self._pods.get(owner):
-                self._pods.pop(owner, None)
+        self._disown(kind, self._objects.get(kind, {}).pop(key, obj), key)
+
+    def _disown(self, kind: str, obj: Object, key: str) -> None:
+        if owner := owner_key(obj):
+            self._owned.get((kind, owner), set()).discard(key)
+            if not self._owned.get((kind, owner)):
+                self._owned.pop((kind, owner), None)
 
     def known(self, kind: str) -> dict[str, Object]:
         return dict(self._objects.get(kind, {}))
 
-    def replace(self, kind: str, listed: Iterable[Object], before: Mapping[str, Object]) -> None:
+    def replace(self, kind: str, listed: Iterable[Object], before: Mapping[str, Object], watched: bool = True) -> None:
         """Take a fresh list of a kind as the truth about what was known `before` it was asked for. What watches told
         meanwhile is newer: it is neither dropped nor brought back."""
         fresh = {key_of(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in listed}
@@ -82,12 +90,13 @@ class Store:
         for key in before.keys() - fresh.keys():
             if now.get(key) is before[key]:
                 self.drop(kind, before[key])
-                self._untold[kind, key] = time.monotonic()
+                if watched:
+                    self._untold[kind, key] = time.monotonic()
         for key, obj in fresh.items():
             if key in before and key not in now:
                 continue
             self.put(kind, obj)
-            if self._objects[kind][key] is obj and _version(obj) != _version(now.get(key)):
+            if watched and self._objects[kind][key] is obj and _version(obj) != _version(now.get(key)):
                 self._untold.setdefault((kind, key), time.monotonic())
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:
@@ -96,9 +105,13 @@ class Store:
     def resources(self) -> list[Object]:
         return list(self._objects.get(names.KIND, {}).values())
 
+    def owned(self, kind: str, key: str) -> list[Object]:
+        """The objects of a kind that carry the label of this resource."""
+        objects = self._objects.get(kind, {})
+        return [objects[name] for name in sorted(self._owned.get((kind, key), ()))]
+
     def pods(self, key: str) -> list[Object]:
-        pods = self._objects.get("Pod", {})
-        return [pods[name] for name in sorted(self._pods.get(key, ()))]
+        return self.owned("Pod", key)
 
 
 def _version(obj: Object | None) -> tuple[str, str] | None:

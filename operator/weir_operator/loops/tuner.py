@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,7 +18,7 @@ from typing import Protocol
 from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS, READ_AT
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.tuning import came_out, knobs_status, remembered, report, tuner_spec, visible
 from weir_operator.tuner.law import decide
 from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
@@ -40,6 +41,7 @@ class TunerSettings:
     tick: float = 30.0
     poll: float = 5.0
     lease: float = 180.0
+    spread: float = 0.0  # share of the poll interval over which the deployments' polls are spread
     report: float | None = None  # least time between two published reports of one deployment; None: as fits a cluster
 
     @property
@@ -58,6 +60,12 @@ class Round:
     decision: Decision
     failed: dict[str, str]  # pod → why its move was not applied
     records: tuple[Record, ...]  # the decision's, as they came out
+
+
+def _phase(uid: str) -> float:
+    """In 0 … 1, the same at every poll: so a deployment's polls keep their distance, and those of a thousand do not fall on
+    one moment."""
+    return zlib.crc32(uid.encode()) / 2**32
 
 
 class Sink(Protocol):
@@ -137,6 +145,7 @@ class TunerLoop:
         for gone in set(steering.pods) - names:
             _show(subject.key, gone, None)
         steering.pods = {name: steering.pods.get(name) or Pod() for name in sorted(names)}
+        await asyncio.sleep(self._settings.spread * self._settings.poll * _phase(subject.resource.metadata.uid))
         now = self._clock()
         await asyncio.gather(*(poll(self._client, e, steering.pods[e.name], now) for e in subject.endpoints))
         for name, pod in steering.pods.items():

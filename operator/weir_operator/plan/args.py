@@ -8,40 +8,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from weir_operator.api import names
+from weir_operator.api.knobs import Knobs
 from weir_operator.api.quantity import parse_bytes, parse_duration
-from weir_operator.api.types import Knobs, Spec
+from weir_operator.api.types import Spec
+from weir_operator.plan.sources import locate, served_name
 
 PARALLEL = 4
 """Slots that the context budget is divided by, and the batch at start where the manifest names none: the server's default."""
 
 
-def model_path(spec: Spec) -> str:
-    """The MODEL argument. A claim is mounted at a fixed place; other sources are the server's own spelling."""
-    source = spec.model.source
-    if source.startswith("pvc://"):
-        return f"{names.MODEL_MOUNT}/{source.removeprefix('pvc://').split('/', 1)[1]}"
-    return source.removeprefix("file://")
-
-
-def claim(spec: Spec) -> str | None:
-    """The PersistentVolumeClaim that holds the model, if one does."""
-    source = spec.model.source
-    return source.removeprefix("pvc://").split("/", 1)[0] if source.startswith("pvc://") else None
-
-
-def served_name(spec: Spec) -> str:
-    """The id under /v1/models: as declared, else the model's file name without `.gguf`."""
-    return spec.model.served_name or spec.model.source.rstrip("/").rsplit("/", 1)[1].removesuffix(".gguf")
-
-
-def server_args(spec: Spec) -> list[str]:
+def server_args(spec: Spec, parallel: int = PARALLEL) -> list[str]:
     """`serve MODEL …`: everything that depends on the manifest and not on where the server runs."""
     engine, limits = spec.engine, spec.engine.limits
-    args = ["serve", model_path(spec), f"--served-model-name={served_name(spec)}", f"--parallel={PARALLEL}"]
+    args = ["serve", locate(spec).path, f"--served-model-name={served_name(spec.model)}", f"--parallel={parallel}"]
     if spec.model.max_model_len is not None:  # the flag is the whole server's budget
-        args.append(f"--ctx-size={spec.model.max_model_len * PARALLEL}")
+        args.append(f"--ctx-size={spec.model.max_model_len * parallel}")
     for flag, value in (
+        ("threads", engine.threads),
         ("max-requests-per-batch", limits.max_batch_size),
         ("max-batch-tokens", limits.batch_tokens),
         ("kv-cache-budget", parse_bytes(limits.kv_cache) if limits.kv_cache else None),

@@ -15,7 +15,8 @@ GOOD = {("Ready", "Serving"), ("ModelLoaded", "Loaded"), ("Progressing", "Comple
 """Told only where the condition was told to be bad before, but for Serving."""
 BAD = {
     ("Ready", "ImagePullFailed"), ("Ready", "CrashLooping"), ("Ready", "OutOfMemory"), ("Ready", "Unschedulable"),
-    ("Ready", "ConfigError"), ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
+    ("Ready", "ConfigError"), ("Ready", "DownloadFailed"), ("Ready", "ProbeFailing"), ("Ready", "VolumeNotReady"),
+    ("IntegrationsReady", "KindMissing"), ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
     ("ModelLoaded", "LoadFailed"), ("Progressing", "DeadlineExceeded"), ("MetricsAvailable", "NoPodAnswers"),
     ("KnobsUnsupported", "OtherContract"), ("Tuned", "KnobDrift"), ("Tuned", "Mispredicted"),
 }

@@ -10,7 +10,9 @@ from pydantic import ValidationError
 
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.plan.manifests import Defaults, Manifest, children
-from weir_operator.plan.status import Observed, status
+from weir_operator.plan.observed import Observed
+from weir_operator.plan.presets import filled
+from weir_operator.plan.status import status
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +25,7 @@ class Plan:
 
 def plan(resource: InferenceDeployment, seen: Observed, defaults: Defaults) -> Plan:
     """What should exist and what is true. Pure: the same arguments give the same plan."""
-    return Plan(tuple(children(resource, defaults)), status(resource, seen))
+    return Plan(tuple(children(resource, defaults, seen)), status(resource, seen))
 
 
 class SpecError(ValueError):
@@ -31,12 +33,13 @@ class SpecError(ValueError):
 
 
 def parse(raw: Mapping[str, Any]) -> InferenceDeployment:
-    """The typed resource. Raises SpecError."""
+    """The typed resource, with what its preset fills in. Raises SpecError."""
     known = {k: v for k, v in raw.items() if k in ("apiVersion", "kind", "metadata", "spec", "status")}
     if unknown := sorted(set(raw) - set(known)):
         raise SpecError(f"{unknown[0]}: unknown field")
     try:
-        return InferenceDeployment.model_validate(known)
+        resource = InferenceDeployment.model_validate(known)
+        return resource.model_copy(update={"spec": filled(resource.spec)})
     except ValidationError as e:
         first = e.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the manifest"

@@ -2,139 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 from weir_operator.api.conditions import Condition, merged
 from weir_operator.api.types import InferenceDeployment
-from weir_operator.plan.args import served_name
-from weir_operator.plan.manifests import selector
+from weir_operator.plan.manifests import external, missing_kinds, wanted_replicas
+from weir_operator.plan.observed import Observed, TuningReport
+from weir_operator.plan.pods import selector
+from weir_operator.plan.sources import served_name
+from weir_operator.plan.trouble import downloading, load_failure, troubles
 from weir_operator.tuner.types import Outcome
-from weir_server.contract import HTTP_PORT
-
-ATTAINMENT_GOAL = 95
-"""Percent of requests that must meet both objectives for SLOMet."""
 
 
-@dataclass(frozen=True, slots=True)
-class TuningReport:
-    """What the tuner loop says of one deployment. `status` goes into status.tuning as it is."""
-
-    status: Mapping[str, Any]
-    ready: int  # pods that should answer
-    answering: int
-    silent: Mapping[str, str] = field(default_factory=dict)  # pod → why its last poll failed
-    good_percent: int | None = None  # of the requests that finished lately; None: too few
-    refusing: bool = False
-    outcome: Outcome | None = None  # the least settled of the pods' outcomes at the last tick
-    reason: str = ""
-    drift: str = ""
-    other_contract: tuple[str, ...] = ()
+def _ready(resource: InferenceDeployment, seen: Observed, wanted: int, ready: int, found: list[tuple[str, str]]) -> Condition:
+    counted = f"{ready} of {wanted} pods serve"
+    if seen.trouble:
+        return seen.trouble
+    if wanted == 0:
+        return Condition("Ready", False, "ScaledToZero")
+    if ready >= wanted:
+        return Condition("Ready", True, "Serving", counted)
+    if found:
+        return Condition("Ready", False, found[0][0], f"{counted}; {found[0][1]}")
+    return Condition("Ready", False, "SomePodsUnready" if ready else "Starting", counted)
 
 
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """All that a plan may know besides the resource. Objects are as the API server gave them."""
-
-    now: str  # RFC 3339
-    deployment: Mapping[str, Any] | None = None
-    pods: Sequence[Mapping[str, Any]] = ()
-    trouble: Condition | None = None  # NameTaken or ApplyRefused, from the last pass
-    applied: bool = True  # whether the last pass left every child as planned
-    tuning: TuningReport | None = None
-
-
-_WAITING = {
-    "ErrImagePull": "ImagePullFailed", "ImagePullBackOff": "ImagePullFailed", "InvalidImageName": "ImagePullFailed",
-    "ErrImageNeverPull": "ImagePullFailed", "CrashLoopBackOff": "CrashLooping",
-    "CreateContainerConfigError": "ConfigError", "CreateContainerError": "ConfigError", "RunContainerError": "ConfigError",
-}
+def _progressing(seen: Observed, wanted: int, ready: int, found: list[tuple[str, str]]) -> Condition:
+    """Of the present template: counts of the one before say nothing. A rollout that is stuck leaves the old pods alone."""
+    deployment, words = seen.deployment or {}, found[0][1] if found else ""
+    status = deployment.get("status", {})
+    rollout = {c.get("type"): c for c in status.get("conditions") or []}.get("Progressing", {})
+    current = seen.applied and status.get("observedGeneration", 0) >= deployment.get("metadata", {}).get("generation", 0)
+    if current and rollout.get("reason") == "ProgressDeadlineExceeded":
+        old = max(0, status.get("replicas", 0) - status.get("updatedReplicas", 0))
+        said = f"{old} pods of the template before go on; {words or str(rollout.get('message', ''))}"
+        return Condition("Progressing", False, "DeadlineExceeded", said)
+    updated = status.get("updatedReplicas", 0) >= wanted and status.get("replicas", 0) <= wanted and ready >= wanted
+    if current and updated and seen.deployment is not None:
+        return Condition("Progressing", False, "Complete")
+    return Condition("Progressing", True, "RollingOut", words)
 
 
-def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Ready, and not on its way out."""
-    conditions = pod.get("status", {}).get("conditions") or []
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
-    return ready and not pod["metadata"].get("deletionTimestamp")
-
-
-def is_running(pod: Mapping[str, Any]) -> bool:
-    """Its processes run, and it is not on its way out."""
-    return pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
-
-
-def pod_trouble(pod: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(reason of Ready, sentence) for a pod that cannot serve as things are; None where it serves or is on its way."""
-    name, status = pod["metadata"]["name"], pod.get("status", {})
-    for c in status.get("conditions") or []:
-        if c.get("type") == "PodScheduled" and c.get("reason") == "Unschedulable":
-            return "Unschedulable", f"{name}: {c.get('message', 'no node fits')}"
-    statuses = [*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])]
-    for container in statuses:
-        waiting = container.get("state", {}).get("waiting") or {}
-        ended = container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
-        if container.get("ready") or not (waiting or ended):
-            continue
-        if ended.get("reason") == "OOMKilled":
-            return "OutOfMemory", f"{name}: container {container['name']} was killed at its memory limit"
-        reason = _WAITING.get(waiting.get("reason", "")) or ("CrashLooping" if ended.get("exitCode") else None)
-        if reason:
-            words = (ended.get("message") or waiting.get("message") or waiting.get("reason") or "").strip()
-            last = words.splitlines()[-1] if words else f"exit code {ended.get('exitCode')}"
-            return reason, f"{name}: {waiting.get('reason') or 'ended'}: {last}"[:1000]
-    return None
-
-
-def _load_failure(pods: Iterable[Mapping[str, Any]]) -> str | None:
-    """Last words of a server that ended with status 2, which is how it says that what it was given cannot be loaded."""
-    for pod in pods:
-        for container in pod.get("status", {}).get("containerStatuses") or []:
-            for state in (container.get("state", {}), container.get("lastState", {})):
-                ended = state.get("terminated") or {}
-                if ended.get("exitCode") == 2 and not container.get("ready"):
-                    return str((ended.get("message") or "the server ended with status 2").strip().splitlines()[-1])[:1000]
-    return None
+def _loaded(seen: Observed, ready: int, found: list[tuple[str, str]]) -> Condition:
+    if ready:
+        return Condition("ModelLoaded", True, "Loaded")
+    if words := load_failure(seen.pods):
+        return Condition("ModelLoaded", False, "LoadFailed", words)
+    if failed := [words for reason, words in found if reason == "DownloadFailed"]:
+        return Condition("ModelLoaded", False, "DownloadFailed", failed[0])
+    return Condition("ModelLoaded", False, "Downloading" if downloading(seen.pods) else "Loading")
 
 
 def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
-    wanted = resource.spec.replicas
-    found, deployment = seen.deployment or {}, (seen.deployment or {}).get("status", {})
-    ready = deployment.get("readyReplicas", 0)
-    troubles = sorted(t for pod in seen.pods if not is_ready(pod) and (t := pod_trouble(pod)))
-    counted = f"{ready} of {wanted} pods serve"
-    if seen.trouble:
-        first = seen.trouble
-    elif wanted == 0:
-        first = Condition("Ready", False, "ScaledToZero")
-    elif ready >= wanted:
-        first = Condition("Ready", True, "Serving", counted)
-    elif troubles:
-        first = Condition("Ready", False, troubles[0][0], f"{counted}; {troubles[0][1]}")
-    else:
-        first = Condition("Ready", False, "SomePodsUnready" if ready else "Starting", counted)
-    rollout = {c.get("type"): c for c in deployment.get("conditions") or []}.get("Progressing", {})
-    current = seen.applied and deployment.get("observedGeneration", 0) >= found.get("metadata", {}).get("generation", 0)
-    updated = deployment.get("updatedReplicas", 0) >= wanted and deployment.get("replicas", 0) <= wanted and ready >= wanted
-    if rollout.get("reason") == "ProgressDeadlineExceeded":
-        progressing = Condition("Progressing", False, "DeadlineExceeded", str(rollout.get("message", "")))
-    elif current and updated and seen.deployment is not None:
-        progressing = Condition("Progressing", False, "Complete")
-    else:
-        progressing = Condition("Progressing", True, "RollingOut")
+    wanted, ready = wanted_replicas(resource, seen), (seen.deployment or {}).get("status", {}).get("readyReplicas", 0)
+    found = troubles(seen.pods, seen.now)
     missing = wanted > 0 and ready < wanted
-    if ready:
-        loaded = Condition("ModelLoaded", True, "Loaded")
-    elif words := _load_failure(seen.pods):
-        loaded = Condition("ModelLoaded", False, "LoadFailed", words)
-    else:
-        loaded = Condition("ModelLoaded", False, "Loading")
+    lacking, scaled = missing_kinds(resource, seen), external(resource)
+    lack = f"The cluster has no {' and no '.join(lacking)}: install what brings it, or do not ask for it." if lacking else ""
+    counted = f"{ready} of {wanted} pods serve" if missing else ""
+    number = f"An autoscaler on the Deployment sets the number of pods, now {wanted}." if scaled else ""
     return [
-        first,
+        _ready(resource, seen, wanted, ready, found),
         Condition("Available", ready > 0, "PodsServing" if ready else "NoPodServes"),
-        progressing,
-        Condition("Degraded", missing, "PodsMissing" if missing else "AllPodsServe", counted if missing else ""),
-        loaded,
+        _progressing(seen, wanted, ready, found),
+        Condition("Degraded", missing, "PodsMissing" if missing else "AllPodsServe", counted),
+        _loaded(seen, ready, found),
+        Condition("AutoscalerOwned", scaled, "OnDeployment" if scaled else "BySpec", number),
+        Condition("IntegrationsReady", not lacking, "KindMissing" if lacking else "Complete", lack),
     ]
 
 
@@ -177,8 +112,9 @@ def _traffic(resource: InferenceDeployment, report: TuningReport | None) -> list
     elif not report or report.good_percent is None:
         slo = Condition("SLOMet", None, "NoTraffic")
     else:
-        met = report.good_percent >= ATTAINMENT_GOAL
-        slo = Condition("SLOMet", met, "Met" if met else "Missed")
+        goal = resource.spec.slo.percentile
+        met = report.good_percent >= goal
+        slo = Condition("SLOMet", met, "Met" if met else "Missed", f"The goal is {goal} % of recent requests.")
     refusing, other = bool(report and report.refusing), report.other_contract if report else ()
     paused = resource.spec.tuning.paused
     return [
@@ -200,8 +136,8 @@ def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
         "replicas": deployment.get("replicas", 0),
         "readyReplicas": deployment.get("readyReplicas", 0),
         "selector": ",".join(f"{k}={v}" for k, v in sorted(selector(resource).items())),
-        "url": f"http://{meta.name}.{meta.namespace}.svc:{HTTP_PORT}",
-        "model": served_name(resource.spec),
+        "url": f"http://{meta.name}.{meta.namespace}.svc:{resource.spec.service.port}",
+        "model": served_name(resource.spec.model),
         "conditions": merged(conditions, resource.status.get("conditions", ()), meta.generation, seen.now),
     }
     tuning = seen.tuning.status if seen.tuning else resource.status.get("tuning")

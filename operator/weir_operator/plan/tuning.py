@@ -12,7 +12,7 @@ from typing import Any
 from weir_operator.api.quantity import parse_bytes, parse_duration
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import initial_knobs
-from weir_operator.plan.status import TuningReport
+from weir_operator.plan.observed import TuningReport
 from weir_operator.tuner.types import Outcome, PodView, Poll, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import STALE_POLLS
 from weir_server.contract import Knobs, Window

@@ -1,0 +1,136 @@
+"""What keeps a pod from serving, in the pod's own words, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+from weir_operator.api import names
+
+Pod = Mapping[str, Any]
+NEVER_READY_SECONDS = 600.0
+"""A server that runs for so long and was never ready is said to fail its probe."""
+
+_WAITING = {
+    "ErrImagePull": "ImagePullFailed", "ImagePullBackOff": "ImagePullFailed", "InvalidImageName": "ImagePullFailed",
+    "ErrImageNeverPull": "ImagePullFailed", "ImageInspectError": "ImagePullFailed", "RegistryUnavailable": "ImagePullFailed",
+    "CrashLoopBackOff": "CrashLooping", "CreateContainerConfigError": "ConfigError", "CreateContainerError": "ConfigError",
+    "RunContainerError": "ConfigError",
+}
+ADVICE = {
+    "ImagePullFailed": "check spec.image and, for a private registry, template.spec.imagePullSecrets",
+    "CrashLooping": "see `kubectl logs --previous`",
+    "OutOfMemory": "raise the container's memory limit in spec.template, or lower engine.limits.kvCache or maxBatchSize",
+    "Unschedulable": "make room, or change the requests, node selection or tolerations in spec.template",
+    "ConfigError": "check what spec.template, spec.auth and model.secretRef name",
+    "DownloadFailed": "check model.source, model.secretRef and the way out of the cluster; it is tried again",
+    "ProbeFailing": "see `kubectl logs`; a server without CPU time answers too late",
+    "VolumeNotReady": "check the claim that the model lies on",
+}
+_ORDER = ("OutOfMemory", "DownloadFailed", "CrashLooping", "ImagePullFailed", "ConfigError", "VolumeNotReady", "Unschedulable",
+          "ProbeFailing")
+"""What is said where pods suffer from different things: what happened inside a pod before what keeps it from starting."""
+
+
+def is_ready(pod: Pod) -> bool:
+    """Ready, and not on its way out."""
+    return _condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get("deletionTimestamp")
+
+
+def is_running(pod: Pod) -> bool:
+    """Its processes run, and it is not on its way out."""
+    return pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+
+
+def _condition(pod: Pod, kind: str) -> Mapping[str, Any]:
+    found: Iterable[Mapping[str, Any]] = pod.get("status", {}).get("conditions") or ()
+    return next((c for c in found if c.get("type") == kind), {})
+
+
+def containers(pod: Pod) -> Iterator[Mapping[str, Any]]:
+    """Statuses, in the order in which containers start."""
+    status = pod.get("status", {})
+    yield from status.get("initContainerStatuses") or ()
+    yield from status.get("containerStatuses") or ()
+
+
+def last_words(container: Mapping[str, Any]) -> str:
+    """The last line that an ended container wrote, else what the kubelet says of it."""
+    ended, waiting = _ended(container), container.get("state", {}).get("waiting") or {}
+    words = str(ended.get("message") or waiting.get("message") or waiting.get("reason") or "").strip()
+    return words.splitlines()[-1][:600] if words else f"exit code {ended.get('exitCode')}"
+
+
+def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
+    return container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
+
+
+def pod_trouble(pod: Pod, now: str) -> tuple[str, str] | None:
+    """(reason of Ready, sentence) for a pod that cannot serve as things are; None where it serves or is on its way."""
+    if pod["metadata"].get("deletionTimestamp") or is_ready(pod):
+        return None
+    name, scheduled = pod["metadata"]["name"], _condition(pod, "PodScheduled")
+    if scheduled.get("reason") == "Unschedulable":
+        words = str(scheduled.get("message") or "no node fits")
+        return _said("VolumeNotReady" if "persistentvolumeclaim" in words.lower() else "Unschedulable", f"{name}: {words}")
+    for container in containers(pod):
+        if found := _container_trouble(container, _condition(pod, "Ready"), now):
+            return _said(found[0], f"{name}: {found[1]}")
+    return None
+
+
+def _said(reason: str, words: str) -> tuple[str, str]:
+    return reason, f"{words.rstrip('.')[:700]}; {ADVICE[reason]}"
+
+
+def _container_trouble(container: Mapping[str, Any], ready: Mapping[str, Any], now: str) -> tuple[str, str] | None:
+    name, state = container["name"], container.get("state", {})
+    waiting, running, ended = state.get("waiting") or {}, state.get("running") or {}, _ended(container)
+    if container.get("ready") or not (waiting or running or ended):
+        return None
+    if ended.get("reason") == "OOMKilled":
+        return "OutOfMemory", f"container {name} was killed at its memory limit"
+    if name == names.DOWNLOADER and ended.get("exitCode"):
+        return "DownloadFailed", last_words(container)
+    reason = _WAITING.get(str(waiting.get("reason", ""))) or ("CrashLooping" if ended.get("exitCode") else None)
+    if reason:
+        return reason, f"container {name}: {waiting.get('reason') or 'ended'}: {last_words(container)}"
+    if running and container.get("started") and name == names.CONTAINER:
+        began, lost = running.get("startedAt"), ready.get("lastTransitionTime")
+        if began and lost and ready.get("status") == "False" and _seconds(began, lost) > 0:
+            return "ProbeFailing", f"container {name} was ready and no longer answers its readiness probe"
+        if began and _seconds(began, now) > NEVER_READY_SECONDS:
+            return "ProbeFailing", f"container {name} runs and has never answered its readiness probe"
+    return None
+
+
+def _seconds(since: str, until: str) -> float:
+    return (_time(until) - _time(since)).total_seconds()
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def troubles(pods: Iterable[Pod], now: str) -> list[tuple[str, str]]:
+    """Every pod's trouble, the most telling first."""
+    found = [t for pod in pods if (t := pod_trouble(pod, now))]
+    return sorted(found, key=lambda t: (_ORDER.index(t[0]), t[1]))
+
+
+def load_failure(pods: Iterable[Pod]) -> str | None:
+    """Last words of a server that ended with status 2, which is how it says that what it was given cannot be loaded."""
+    for container in (c for pod in pods for c in containers(pod) if c["name"] == names.CONTAINER and not c.get("ready")):
+        for state in (container.get("state", {}), container.get("lastState", {})):
+            ended = state.get("terminated") or {}
+            if ended.get("exitCode") == 2:
+                return str((ended.get("message") or "the server ended with status 2").strip().splitlines()[-1])[:1000]
+    return None
+
+
+def downloading(pods: Iterable[Pod]) -> bool:
+    """Whether a pod fetches the model now."""
+    return any(
+        c["name"] == names.DOWNLOADER and c.get("state", {}).get("running") for pod in pods for c in containers(pod)
+    )
