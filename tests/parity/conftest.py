@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the server sets it; before torch is loaded
 
 from weir_server.exec.runner import LoadedModel, load
 from weir_server.link.messages import Boot

@@ -40,7 +40,7 @@ ROOM = 192
 
 
 def places(runner: ModelRunner, place: int, chunk: int) -> tuple[list[int], list[int]]:
-    """Blocks and ring of the `place`-th of the disjoint parts of a pool that hold a row of ROOM tokens each."""
+    """Blocks and ring of the `place`-th part of a pool, each for a row of ROOM tokens each; disjoint for one `chunk`."""
     page, per_chunk = runner.pool.page_size, runner.geometry.blocks_per_chunk
     of_type = {FULL: -(-ROOM // page), SLIDING: -(-((runner.window or 0) + chunk) // page)}
     chunks = {kind: -(-of_type[kind] // n) for kind, n in per_chunk.items()}

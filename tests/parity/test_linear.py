@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from parity_rows import Row, all_logits, make_runner, tiny_llama
+from parity_families import tiny_llama
+from parity_rows import Row, all_logits, make_runner
 
 from weir_server.exec import runner as exec_runner
 from weir_server.exec.runner import LoadedModel, load

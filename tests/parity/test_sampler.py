@@ -10,8 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from weir_server.link.messages import Sampling
+from weir_server.model import sampler
 from weir_server.model.sampler import LOWEST_LOGPROB, Draw, sample, uniform
 
 pytestmark = pytest.mark.torch
@@ -162,3 +164,60 @@ def test_a_row_that_fails_does_not_take_others_along(value: float) -> None:
     results = sample(logits(2), [draw(logit_bias={VOCAB: 1.0}), draw()])
     assert results[0].error
     assert results[1].token is not None
+
+
+# ---------------------------------------------------------------- one extraction for many rows
+
+SHARED = [{}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.3, "top_p": 0.9, "min_p": 0.01}, {"top_k": 40, "top_p": 0.5}]
+
+
+@pytest.mark.parametrize("shared", SHARED, ids=str)
+def test_rows_with_equal_parameters_are_drawn_in_one_extraction(
+    shared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """[rows, vocab] → [rows], once, and inside it nothing that is done once for each row."""
+    shapes, calls = [], Counter[str]()
+    extract = sampler._extract
+
+    def counted(logits: torch.Tensor, *parameters: Any) -> Any:
+        shapes.append(tuple(logits.shape))
+        with Calls(calls):
+            return extract(logits, *parameters)
+
+    monkeypatch.setattr(sampler, "_extract", counted)
+    together = [r.token for r in sample(logits(64), [draw(seed=i, **shared) for i in range(64)])]
+    assert shapes == [(64, VOCAB)]
+    of_many, alone = calls.total(), []
+    for i in range(64):
+        calls.clear()
+        alone += [r.token for r in sample(logits(64)[i : i + 1], [draw(seed=i, **shared)])]
+        assert calls.total() == of_many
+    assert alone == together
+
+
+class Calls(TorchDispatchMode):
+    """Counts what torch is asked to do."""
+
+    def __init__(self, calls: Counter[str]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_row_with_a_bias_leaves_the_others_bits_alone() -> None:
+    """Nor does one without end-of-sequence ids, with penalties, or one that fails."""
+    rows, odd = logits(8), {"logit_bias": {3: 5.0}, "repetition_penalty": 1.5, "presence_penalty": 0.5}
+    edited = rows.clone()
+    draws = [draw(seed=i) for i in range(8)]
+    draws[2] = draw([4, 5, 6], 2, seed=2, **odd)
+    draws[5] = draw([4, 5, 6], 2, seed=5, stop_ids=(1,), min_tokens=4)
+    edited[6, 0] = torch.nan
+    results = sample(edited, draws)
+    untouched = [0, 1, 3, 4, 7]
+    assert torch.equal(edited[untouched], rows[untouched])
+    assert not torch.equal(edited[2], rows[2])
+    plain = sample(rows.clone(), [draw(seed=i) for i in range(8)])
+    assert [results[i].token for i in untouched] == [plain[i].token for i in untouched]
