@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from serving import MODEL, Server, Stream, alive, held_up, wait_for
+from serving import MODEL, NAME, Server, Stream, alive, held_up, wait_for
 
 SMALL = ("--ctx-size", "4096")
 
@@ -236,6 +236,7 @@ def test_the_boot_file_sets_start_values_and_flags_win(start, tmp_path: Path):
     assert state["boot"]["kv_cache_budget"] == 200_000_000 // state["kv"]["chunk_bytes"] * state["kv"]["chunk_bytes"]
     assert (state["slo"]["ttft"], state["slo"]["tpot"]) == (1.5, 0.2)
     assert state["fallback"] == state["target"] == state["boot"]
+    assert f"Model {NAME} decode path: native batched forward\n" in own.output()
 
 
 def has_ipv6() -> bool:
