@@ -189,7 +189,7 @@ def test_a_broken_model_file_is_one_line(tmp_path: Path, content: bytes | None):
         (["serve", "x", "--no-such-flag"], "--no-such-flag"),
         (["serve", "x", "--port", "99999"], "'--port'"),
         (["serve", "x", "--boot-file", "/no/such.yaml"], "/no/such.yaml"),
-        (["serve", "x", "--kv-admission-watermark", "0.7"], "0.7"),
+        (["serve", MODEL, "--kv-admission-watermark", "0.7"], "0.7"),
         (["serve", MODEL, "--ctx-size", "2000"], "raise it to 2048"),
         (["serve", MODEL, "--control-host", "0.0.0.0"], "needs --control-token-file"),
         (["serve", MODEL, "--api-key", ""], "is empty"),

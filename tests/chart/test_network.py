@@ -1,4 +1,4 @@
-"""Who may reach what: the policies that the chart renders, by the API's own rules."""
+"""Who may reach what: the policies of the chart and of an InferenceDeployment, by the API's own rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import pytest
 from chart_kit import HELMS, needed, one, render
 from network_rules import Outside, Pod, allowed
 
-from weir_server.contract import CONTROL_PORT
+from weir_operator.plan.manifests import Defaults, children
+from weir_operator.plan.plan import parse
+from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
 SYSTEM = "weir-system"
 
@@ -63,6 +65,22 @@ def test_the_evaluator(policies: Any, source: Any, port: int, may: bool) -> None
 # ------------------------------------------------------------------------------------------------ ours
 
 
+def resource(**spec: Any) -> Any:
+    return parse({
+        "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment",
+        "metadata": {"name": "chat", "namespace": "team", "uid": "u", "generation": 1},
+        "spec": {"model": {"source": "file:///m.gguf"}, **spec},
+    })
+
+
+def served(**spec: Any) -> tuple[list[Any], Pod]:
+    """The policies of a resource, and one of its pods."""
+    made = children(resource(**spec), Defaults(image="i", token="t", operator_namespace=SYSTEM))
+    template = one(made, "Deployment")["spec"]["template"]
+    ports = {p["name"]: p["containerPort"] for c in template["spec"]["containers"] for p in c.get("ports", ())}
+    return [m for m in made if m["kind"] == "NetworkPolicy"], Pod("team", template["metadata"]["labels"], "10.1.0.9", ports)
+
+
 @pytest.fixture(scope="module")
 def installed() -> tuple[list[Any], Pod]:
     """The chart's policy, and its pod."""
@@ -78,6 +96,37 @@ CLIENTS = [
     Pod("team", {"app.kubernetes.io/component": "operator"}, "10.1.0.4"),  # looks like the operator, elsewhere
     Pod(SYSTEM, {"app": "web"}, "10.1.0.5"),  # is beside the operator
 ]
+
+
+@pytest.mark.chart
+def test_the_operator_reaches_the_control_port_and_nobody_else_does(installed: tuple[list[Any], Pod]) -> None:
+    (own, operator), (theirs, server) = installed, served()
+    policies = [*own, *theirs]
+    assert allowed(policies, operator, server, CONTROL_PORT)
+    for client in CLIENTS:
+        assert not allowed(policies, client, server, CONTROL_PORT), client
+        assert allowed(policies, client, server, HTTP_PORT), client
+
+
+@pytest.mark.chart
+def test_servers_do_not_reach_one_anothers_control_port(installed: tuple[list[Any], Pod]) -> None:
+    theirs, server = served()
+    assert not allowed([*installed[0], *theirs], server, server, CONTROL_PORT)
+
+
+@pytest.mark.chart
+def test_named_clients_alone_reach_the_api_where_they_are_named() -> None:
+    web = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "web"}}}
+    policies, server = served(networkPolicy={"enabled": True, "clients": [web]})
+    assert allowed(policies, CLIENTS[0], server, HTTP_PORT) and allowed(policies, CLIENTS[1], server, HTTP_PORT)
+    assert not allowed(policies, CLIENTS[3], server, HTTP_PORT)
+    assert not allowed(policies, CLIENTS[0], server, CONTROL_PORT)
+
+
+@pytest.mark.chart
+def test_without_a_policy_the_token_alone_protects_the_control_port() -> None:
+    policies, server = served(networkPolicy={"enabled": False})
+    assert policies == [] and allowed(policies, CLIENTS[0], server, CONTROL_PORT)
 
 
 @pytest.mark.chart

@@ -1,37 +1,91 @@
-"""The operator with exactly the rights that the chart gives it, on an API server that enforces them."""
+"""The operator with exactly the rights that the chart gives it, on an API server that enforces them: it is denied nothing, it
+leaves no right unused, and it reads no Secret but its own key. The audit log is the witness."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import subprocess
+import time
 import uuid
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import requests
 import yaml
-from control_plane_kit import ASSETS, ROOT, Cluster, Operator, child, condition, make_ready, resource, token_of, wait
+from control_plane_kit import ADMIN, ASSETS, ROOT, Cluster, Operator, child, condition, make_ready, resource, token_of, wait
+
+from weir_operator.io.logs import KEYS
 
 HELM = Path(ASSETS, "helm")
+OPTIONAL_CRDS = os.environ.get("WEIR_OPTIONAL_CRDS", "")
+Right = tuple[str, str, str]
+"""API group, resource with its subresource, verb."""
+
+
+@pytest.fixture
+def optional_kinds(cluster: Cluster) -> Iterator[None]:
+    """Definitions of Prometheus Operator's and KEDA's kinds, for as long as a test runs."""
+    if not OPTIONAL_CRDS:
+        pytest.skip("set WEIR_OPTIONAL_CRDS to a folder with the CRDs of Prometheus Operator and KEDA")
+    cluster.kubectl("apply", "--server-side", "-f", OPTIONAL_CRDS)
+    cluster.kubectl("wait", "--for=condition=Established", "-f", OPTIONAL_CRDS, "--timeout=30s")
+    yield
+    cluster.kubectl("delete", "-f", OPTIONAL_CRDS)
+
+
+def rendered(own: str, *values: str) -> list[dict[str, Any]]:
+    """The chart's roles, bindings and account for namespace `own`."""
+    if not HELM.exists():
+        pytest.skip("no helm in KUBEBUILDER_ASSETS")
+    command = [str(HELM), "template", "weir", str(ROOT / "charts/weir"), "-n", own, "--kube-version=1.36.0", "--skip-tests"]
+    settings = ["--set=rbac.aggregateRoles=false", *values]
+    text = subprocess.run([*command, *settings], capture_output=True, text=True, check=True).stdout
+    return [m for m in yaml.safe_load_all(text) if m and ("Role" in m["kind"] or m["kind"] == "ServiceAccount")]
 
 
 def install(cluster: Cluster, own: str, *values: str) -> Path:
     """The chart's rights in namespace `own`; a kubeconfig with the operator's token."""
-    if not HELM.exists():
-        pytest.skip("no helm in KUBEBUILDER_ASSETS")
-    command = [str(HELM), "template", "weir", str(ROOT / "charts/weir"), "-n", own, "--kube-version=1.36.0", *values]
-    rendered = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rights = [m for m in yaml.safe_load_all(rendered) if m and ("Role" in m["kind"] or m["kind"] == "ServiceAccount")]
-    cluster.kubectl("apply", "-f", "-", stdin="\n---\n".join(map(json.dumps, rights)))
+    cluster.kubectl("apply", "-f", "-", stdin="\n---\n".join(map(json.dumps, rendered(own, *values))))
     return cluster.token_config(token_of(cluster, own, "weir"), own)
 
 
-def denied(cluster: Cluster, own: str) -> list[str]:
-    """What the operator asked for and was not allowed, as the audit log has it."""
+def granted(own: str, *values: str) -> set[Right]:
+    rules = [rule for role in rendered(own, *values) for rule in role.get("rules", ())]
+    return {right for r in rules for right in itertools.product(r["apiGroups"], r["resources"], r["verbs"])}
+
+
+def asked(cluster: Cluster, own: str) -> list[dict[str, Any]]:
+    """The operator's requests about objects, as the audit log has them."""
     user = f"system:serviceaccount:{own}:weir"
     lines = [json.loads(line) for line in cluster.audit.read_text().splitlines()]
     mine = [line for line in lines if line["user"]["username"] == user]
-    assert mine, "the operator wrote nothing"
-    return [f"{line['verb']} {line['requestURI']}" for line in mine if line.get("responseStatus", {}).get("code") == 403]
+    assert mine, "the operator asked for nothing"
+    return mine
+
+
+def denied(cluster: Cluster, own: str) -> list[str]:
+    """What the operator asked for and was not allowed."""
+    lines = [line for line in asked(cluster, own) if line.get("responseStatus", {}).get("code") == 403]
+    return [f"{line['verb']} {line['requestURI']}" for line in lines]
+
+
+def used(cluster: Cluster, own: str) -> set[Right]:
+    """A patch that made its object (server-side apply, 201) needed the right to create as well."""
+    found: set[Right] = set()
+    for line in asked(cluster, own):
+        ref = line.get("objectRef")
+        code = line.get("responseStatus", {}).get("code", 0)
+        if ref and (code < 400 or code == 404):  # what is not there was asked for rightly
+            name = "/".join(filter(None, [ref["resource"], ref.get("subresource")]))
+            found.add((ref.get("apiGroup", ""), name, line["verb"]))
+            if line["verb"] == "patch" and code == 201:
+                found.add((ref.get("apiGroup", ""), name, "create"))
+    return found
 
 
 def another(cluster: Cluster) -> str:
@@ -72,3 +126,94 @@ def test_the_whole_cluster(cluster: Cluster, namespace: str) -> None:
     assert denied(cluster, own) == []
     assert "forbidden" not in operator.log.lower()
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", f"{own}-weir")
+
+
+EVERYTHING = {
+    "model": {"source": "https://models.example/m.gguf", "cache": {"size": "1Gi", "reclaimPolicy": "Delete"}},
+    "service": {"headless": True},
+    "monitoring": {"podMonitor": True},
+}
+
+
+def scaled(by: str) -> dict[str, Any]:
+    more = {"prometheus": "http://prometheus:9090"} if by == "ScaledObject" else {}
+    return {"autoscaling": {"mode": "External", "scaler": by, "minReplicas": 1, "maxReplicas": 3, **more}}
+
+
+CHANGED = {
+    "service": {"headless": True, "annotations": {"a": "b"}},
+    "monitoring": {"podMonitor": True, "interval": "30s"},
+    "networkPolicy": {"clients": [{"podSelector": {}}]},
+    "disruption": {"maxUnavailable": 2},
+}
+OPTIONAL_CHILDREN = ("pvc", "networkpolicy", "hpa", "podmonitor", "scaledobject")
+
+
+def there(cluster: Cluster, namespace: str) -> set[str]:
+    return {kind for kind in OPTIONAL_CHILDREN if child(cluster, namespace, kind)}
+
+
+def refusal(cluster: Cluster, namespace: str) -> str:
+    ready = condition(cluster, namespace, "Ready")
+    return ready["message"] if ready.get("reason") == "ApplyRefused" else ""
+
+
+def event_count(cluster: Cluster, namespace: str, reason: str) -> int:
+    events = json.loads(cluster.kubectl("get", "events", "-n", namespace, "-o", "json").stdout)["items"]
+    return sum(e["count"] for e in events if e["reason"] == reason)
+
+
+def crowd(cluster: Cluster, namespace: str, operator: Operator) -> None:
+    """Others write the resource faster than the operator, until one of its status writes comes too late: then it reads it."""
+    target = f"{cluster.url}/apis/weir.dev/v1alpha1/namespaces/{namespace}/inferencedeployments/chat"
+    headers = {"Authorization": f"Bearer {ADMIN}", "Content-Type": "application/merge-patch+json"}
+
+    def late() -> bool:
+        for i in range(20):
+            change = {"metadata": {"annotations": {"note": str(time.monotonic())}}, "spec": {"replicas": 1 + i % 3}}
+            requests.patch(target, json=change, headers=headers, verify=False, timeout=10).raise_for_status()
+        return operator.metric('weir_operator_api_calls_total{code="409",verb="patch"}') > 0
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the API server's certificate is its own
+        wait(late, 60, "a conflict")
+
+
+@pytest.mark.parametrize("scope", ["cluster", "namespace"])
+def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str, optional_kinds: None, scope: str) -> None:
+    """A life in which every kind of child is made, changed, repaired and taken away again."""
+    own = another(cluster)
+    values = [f"--set=watch.namespaces={{{namespace}}}", "--set=crds.install=false"] if scope == "namespace" else []
+    config = install(cluster, own, *values)
+    where = [f"--namespace={namespace}"] if scope == "namespace" else []
+    operator = Operator(cluster, own, kubeconfig=config).start(*where, "--log-format=json", scope=False)
+
+    cluster.apply(resource(**EVERYTHING, **scaled("HorizontalPodAutoscaler")), namespace)
+    wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "hpa", "podmonitor"}, 60, "children of every kind")
+    cluster.apply(resource(**{**EVERYTHING, **CHANGED}, **scaled("ScaledObject")), namespace)
+    wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "scaledobject", "podmonitor"}, 60, "the other scaler")
+    make_ready(cluster, namespace)
+    wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 60)
+    said = ""
+    for wrong in ({"resources": {"limits": {"memory": "x"}}}, {"ports": [{"containerPort": 99999}]}):
+        broken = {"spec": {"containers": [{"name": "server", **wrong}]}}
+        cluster.apply(resource(template=broken, networkPolicy={"enabled": False}), namespace)
+        said = wait(lambda: refusal(cluster, namespace) not in ("", said) and refusal(cluster, namespace), 60)  # noqa: B023
+    wait(lambda: event_count(cluster, namespace, "ApplyRefused") == 2, 30, "the second refusal raises the first Event's count")
+    crowd(cluster, namespace, operator)
+    cluster.apply(resource(networkPolicy={"enabled": False}), namespace)
+    wait(lambda: there(cluster, namespace) == set(), 60, "what is not asked for any more is gone")
+    wait(lambda: operator.metric("weir_operator_watch_lag_seconds") == 0)
+    assert operator.stop() == 0
+
+    assert denied(cluster, own) == []
+    assert "forbidden" not in operator.log.lower()
+    lines = [json.loads(line) for line in operator.log.splitlines()]  # one JSON object each, whoever logged
+    assert {"leading", "lease-released"} <= {line.get("event") for line in lines}
+    assert set().union(*lines) <= {"time", "level", "logger", "message", *KEYS}
+    assert granted(own, *values) - used(cluster, own) == set(), "rights that nothing uses"
+    secrets = [line for line in asked(cluster, own) if (line.get("objectRef") or {}).get("resource") == "secrets"]
+    read = {(line["verb"], line["objectRef"].get("name")) for line in secrets if line["verb"] in ("get", "list", "watch")}
+    assert read == {("get", "weir-operator-key")}
+    assert {line["verb"] for line in secrets} == {"get", "create", "patch"}
+    cluster.kubectl("delete", "clusterrolebinding,clusterrole", f"{own}-weir", "--ignore-not-found")

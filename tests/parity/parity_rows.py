@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from weir_server.contract import FULL, SLIDING
+from weir_server.contract import FULL, SLIDING, Geometry
 from weir_server.exec.backends import Backend
 from weir_server.exec.cpu import CpuBackend
 from weir_server.exec.gather import GatherBackend
@@ -17,39 +17,44 @@ from weir_server.exec.interface import RowWork
 from weir_server.exec.pool import KvPool
 from weir_server.exec.runner import LoadedModel, ModelRunner
 from weir_server.exec.step import UnsupportedError, flatten
+from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.link.messages import Sampling
 
 GREEDY = Sampling(max_tokens=1000, temperature=0)
 BACKENDS = {"gather": GatherBackend, "cpu": CpuBackend}
 
 
+ROOM = 192
+"""Tokens that a row of `Row.of` can hold."""
+
+
 def make_runner(
-    loaded: LoadedModel, backend: str, page_size: int = 16, num_chunks: int = 80, swap_chunks: int = 0
+    loaded: LoadedModel, backend: str, page_size: int = 16, rows: int = 5, swap: bool = False
 ) -> ModelRunner:
-    """A runner with the backend named, or a skip that says why this machine has none."""
+    """A runner with the backend named and room for so many rows, or a skip that says why this machine has none."""
+    num_chunks = RESERVED_CHUNKS + rows * _chunks_of_row(loaded.geometry(page_size))
     pool = KvPool(loaded.config, page_size, num_chunks)
     try:
         chosen: Backend = BACKENDS[backend](config=loaded.config, pool=pool)
     except UnsupportedError as e:
         pytest.skip(f"the {backend} backend cannot serve here: {e}")
-    return ModelRunner(loaded.decoder, pool, chosen, KvPool(loaded.config, page_size, swap_chunks) if swap_chunks else None)
+    return ModelRunner(loaded.decoder, pool, chosen, KvPool(loaded.config, page_size, num_chunks) if swap else None)
 
 
-ROOM = 192
-"""Tokens that a row of `Row.of` can hold."""
+def _chunks_of_row(geometry: Geometry) -> int:
+    blocks = -(-ROOM // geometry.block_tokens)
+    return sum(-(-blocks // n) for n in geometry.blocks_per_chunk.values())
 
 
 def places(runner: ModelRunner, place: int, chunk: int) -> tuple[list[int], list[int]]:
-    """Blocks and ring of the `place`-th part of a pool, each for a row of ROOM tokens each; disjoint for one `chunk`."""
-    page, per_chunk = runner.pool.page_size, runner.geometry.blocks_per_chunk
-    of_type = {FULL: -(-ROOM // page), SLIDING: -(-((runner.window or 0) + chunk) // page)}
-    chunks = {kind: -(-of_type[kind] // n) for kind, n in per_chunk.items()}
-    begin = 2 + place * sum(chunks.values())
-    found = {}
-    for kind, n in per_chunk.items():
-        found[kind] = list(range(begin * n, begin * n + of_type[kind]))
-        begin += chunks[kind]
-    assert begin <= runner.pool.num_chunks, "this pool has no such place"
+    """Blocks, and ring for pieces of up to `chunk` tokens, of the `place`-th row that the pool has room for."""
+    geometry, most = runner.geometry, -(-ROOM // runner.pool.page_size)
+    wanted = {FULL: most, SLIDING: min(most, -(-((runner.window or 0) + chunk) // runner.pool.page_size))}
+    begin, found = RESERVED_CHUNKS + place * _chunks_of_row(geometry), {}
+    for kind, n in geometry.blocks_per_chunk.items():
+        found[kind] = list(range(begin * n, begin * n + wanted[kind]))
+        begin += -(-most // n)
+    assert begin <= runner.pool.num_chunks, "this pool has no room for that row"
     return found.get(FULL, []), found.get(SLIDING, [])
 
 
@@ -70,8 +75,7 @@ class Row:
 
     @classmethod
     def of(cls, runner: ModelRunner, tokens: list[int], place: int = 0, chunk: int = 64, **more: Any) -> Row:
-        """A row with blocks of its own for ROOM tokens, and a ring for pieces of up to `chunk`, in the `place`-th part of
-        the pool."""
+        """A row in the `place`-th place, to be fed in pieces of up to `chunk` tokens."""
         blocks, ring = places(runner, place, chunk)
         return cls(list(tokens), blocks, ring=ring, **more)
 

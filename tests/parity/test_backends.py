@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from typing import Any
 
@@ -72,6 +73,14 @@ def test_what_the_kernels_cannot_do_goes_to_gather(caplog: pytest.LogCaptureFixt
     caplog.clear()
     assert backends.choose_backend(CONFIG, KvPool(CONFIG, 16, 4)).name == "gather"
     assert "the C kernels were not built" in caplog.text
+
+
+def test_kernels_of_another_build_are_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An extension left over from other sources would read its arguments from the wrong places."""
+    other = type("Other", (ctypes.Structure,), {"_fields_": [*cpu._Attention._fields_, ("more", ctypes.c_int64)]})
+    monkeypatch.setattr(cpu, "_Attention", other)
+    with pytest.raises(UnsupportedError, match=r"not built|other sources"):
+        cpu.load_library()
 
 
 def test_each_instruction_set_agrees_with_the_oracle() -> None:

@@ -67,7 +67,7 @@ class Served:
             if not self.engine.busy:
                 break
             self.engine.step()
-            self.preempted |= {row.id for row in self.engine.batch.waiting if row.generated > PAGE}
+            self.preempted |= {row.id for row in self.engine.batch.queue if row.generated > PAGE}
             for event in self.engine.report().events:
                 if isinstance(event, Tokens):
                     self.tokens[event.id] += event.ids

@@ -105,7 +105,7 @@ def test_a_ring_too_short_is_an_error_not_a_wrong_answer(pair: tuple[Any, Loaded
 def test_a_wrapped_ring_survives_a_fork_and_a_swap(pair: tuple[Any, LoadedModel], backend: str) -> None:
     """Forked, swapped out (its blocks then overwritten) and swapped in elsewhere, the row goes on as transformers does."""
     model, loaded = pair
-    runner, tokens = make_runner(loaded, backend, swap_chunks=80), prompt(61)
+    runner, tokens = make_runner(loaded, backend, swap=True), prompt(61)
     row = Row.of(runner, tokens, chunk=30)
     for _ in range(3):
         step(runner, (row, 30))

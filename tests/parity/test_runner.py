@@ -49,7 +49,7 @@ def test_prompt_logprobs(pair: tuple[Any, LoadedModel], sizes: list[int]) -> Non
     model, loaded = pair
     tokens = prompt(150)
     runner = make_runner(loaded, "cpu")
-    beside = [Row.of(runner, prompt(20, 5), 1, chunk=128).work()]
+    beside = [Row.of(runner, prompt(20, 5), 1).work()]
     results = scored(runner, tokens, sizes, 3, beside)
     assert [len(r.prompt_logprobs or []) for r in results] == [*sizes[:-1], sizes[-1] - 1] or sizes[-1] == 1
     got = [entry for r in results for entry in r.prompt_logprobs or []]

@@ -62,7 +62,7 @@ def test_head_groups(tmp_path: Path, load_dir: Any, backend: str, heads: tuple[i
 def test_mixed_batches_prefix_hits_and_preemption(pair: Any, backend: str) -> None:
     """Rows that prefill in chunks, decode, share a prefix's blocks and are recomputed elsewhere, all in the same forwards."""
     model, loaded = pair
-    runner = make_runner(loaded, backend, num_chunks=60)
+    runner = make_runner(loaded, backend)
     a, b = Row(prompt(41), blocks(2)), Row(prompt(9, 2), blocks(14))
     step(runner, (b, None))
     for _ in range(4):

@@ -59,7 +59,7 @@ class Memory:
 
 
 class AuditRunner(NullRunner):
-    def __init__(self, per_chunk: Mapping[str, int] = {FULL: 1}, window: int | None = None) -> None:  # noqa: B006
+    def __init__(self, per_chunk: Mapping[str, int] = {FULL: 1}, window: int | None = None) -> None:
         super().__init__(Geometry(CHUNK, SIZE, per_chunk), VOCAB, window)
         self.kv, self.swap = Memory(per_chunk), Memory(per_chunk)
         self.steps: list[list[RowWork]] = []
@@ -153,7 +153,7 @@ class Kit:
     def __init__(
         self, *, blocks: int = 64, rows: int = 4, watermark: float = 0.0, context: int = 200, budget: int | None = -1,
         tokens: int = 64, chunk: int | None = None, grant: int = 16, prefix_cache: bool = True, swap: int = 0,
-        per_chunk: Mapping[str, int] = {FULL: 1}, window: int | None = None, newest: bool = False, **limits: object,  # noqa: B006
+        per_chunk: Mapping[str, int] = {FULL: 1}, window: int | None = None, newest: bool = False, **limits: object,
     ) -> None:  # fmt: skip
         """`blocks`, `swap`: usable chunks of the pool and of the swap pool."""
         self.clock = Clock()

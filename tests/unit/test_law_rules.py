@@ -131,14 +131,19 @@ def test_a_stale_pod_is_not_cut_either():
     assert len(loop.moves) == 1
 
 
-def test_a_restart_starts_from_nothing_but_the_pods_own_measurement():
-    loop = started(seconds=125)
+def test_a_restart_starts_from_what_its_class_is_known_to_do_and_else_from_its_own_measurement():
+    loop = started(seconds=400)
+    was = loop.pod.target
+    assert was.max_batch_size > 4 and loop.state.learned[0].batch == was.max_batch_size
     loop.pod.restart("two")
     loop.poll()
-    assert loop.me.instance == "two" and not loop.me.sums and loop.me.pending is None and loop.me.prior == CPU
-    count = len(loop.moves)
-    loop.run(60)
-    assert len(loop.moves) > count and loop.pod.target.max_batch_size > 4
+    assert loop.me.instance == "two" and not loop.me.sums and loop.me.pending is None
+    assert loop.me.prior.a == pytest.approx(CPU.a, rel=0.01) and loop.me.prior != CPU, "what traffic taught of such pods"
+    loop.run(30)
+    assert next(m for m in reversed(loop.moves)).rule == "learned" and loop.pod.target.max_batch_size == was.max_batch_size
+    blank = Loop(FlowPod())
+    blank.poll()
+    assert blank.me.prior == CPU
 
 
 # ---------------------------------------------------------------- KV

@@ -6,9 +6,12 @@ import asyncio
 import io
 import json
 import logging
+import time
+from collections import deque
 from typing import Any
 
 import pytest
+from fake_server import FakeServer
 from prometheus_client import REGISTRY, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,7 +19,11 @@ from weir_operator.api.conditions import CATALOGUE
 from weir_operator.io import logs, metrics
 from weir_operator.io.kube import APPLY, MERGE, Unreachable, path
 from weir_operator.loops.events import BURST, REFILL_SECONDS, REPEAT_SECONDS, Recorder
+from weir_operator.loops.steering import Pod
+from weir_operator.loops.store import Store
+from weir_operator.loops.tuner import _show_reading
 from weir_operator.plan.news import BAD, GOOD, news
+from weir_operator.tuner.types import Poll
 
 # ------------------------------------------------------------------------------------------------ metrics
 
@@ -70,6 +77,34 @@ def test_conditions_are_exported_while_their_resource_is_known_and_unknown_is_ab
 
 def test_exported_conditions_are_in_the_catalogue_of_conditions() -> None:
     assert set(metrics.CONDITIONS) <= set(CATALOGUE)
+
+
+def test_the_last_reading_is_the_oldest_of_the_ready_pods_and_goes_with_them() -> None:
+    def pod(*polls: tuple[float, bool]) -> Pod:
+        return Pod(polls=deque(Poll(at, FakeServer("h", 1, "t").window() if good else None) for at, good in polls))
+
+    def said() -> float | None:
+        return REGISTRY.get_sample_value("weir_tuner_last_reading_timestamp_seconds", {"namespace": "ns", "name": "chat"})
+
+    _show_reading("ns/chat", [pod((10, True), (20, True)), pod((10, True), (20, False))])
+    assert said() == 10
+    _show_reading("ns/chat", [pod((30, False), (40, False))])  # never read: since the first attempt
+    assert said() == 30
+    _show_reading("ns/chat", [])
+    assert said() is None
+    _show_reading("ns/chat", [])
+
+
+def test_a_watchs_news_are_dated() -> None:
+    store, began = Store(), time.time()
+    store.told("Pod", {"metadata": {"namespace": "ns", "name": "p", "uid": "u", "resourceVersion": "1"}}, False)
+    before = metrics.KNOWN.heard
+    try:
+        metrics.KNOWN.heard = lambda: store.heard
+        at = REGISTRY.get_sample_value("weir_operator_watch_event_timestamp_seconds", {"kind": "Pod"})
+        assert at is not None and at >= began
+    finally:
+        metrics.KNOWN.heard = before
 
 
 # ------------------------------------------------------------------------------------------------ log lines

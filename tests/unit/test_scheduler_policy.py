@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weir_server.link.errors import UserError
 from weir_server.kv.shape import Need, Room
+from weir_server.link.errors import UserError
 from weir_server.policy.admit import PASSES
 from weir_server.policy.limits import CHUNK_DECODING, CHUNK_IDLE, Limits, context_per_slot, token_budget
 from weir_server.policy.pressure import stalled_victims
@@ -20,7 +20,7 @@ def decoding(need: int = 0, computed: int = 10, frees: int = 0, pages: int = 1, 
     return Running(left=0, need=need, pages=pages, computed=computed, frees=Room(frees), **more)
 
 
-def Waiting(left: int, need: int, lane: int = 1, passed: int = 0) -> Asks:  # noqa: N802
+def Waiting(left: int, need: int, lane: int = 1, passed: int = 0) -> Asks:
     return Asks(left, Need(need), lane, passed)
 
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 
 from weir_operator.simulate import command
 from weir_operator.simulate.load import Phase, arrivals
-from weir_operator.simulate.pod import Pod, PodSetup
+from weir_operator.simulate.pod import Pod
+from weir_operator.simulate.port import PodSetup
 from weir_operator.simulate.run import grid, static, tuned
 from weir_operator.tuner.types import TunerSpec
 from weir_server.contract import Knobs, Plant, Slo
@@ -19,6 +20,10 @@ from weir_server.contract import Knobs, Plant, Slo
 CPU = Plant(0.042, 0.0032, 1e-7, 0.002, 64)
 SMALL = Plant(0.0171, 0.00329, 1e-6, 0.0011, 64)  # a 135M model on two cores
 SEED = 1
+
+
+def drawn(*phases: Phase, seed: int = SEED):
+    return list(arrivals(phases, seed, 8192))
 
 
 def setup(ttft: float, tpot: float, plant: Plant = CPU, **changes) -> PodSetup:
@@ -40,18 +45,18 @@ SCENARIOS = {
 def test_tuned_reaches_nine_tenths_of_the_best_static_setting(name):
     """Rows of the comparison in docs/tuning-law.md; the depths and batches are those around its best."""
     pod, phase, batches, depths = SCENARIOS[name]
-    knobs, best = grid(pod, [phase], SEED, batches, depths)
-    run = tuned(pod, [phase], SEED, spec(pod))
+    knobs, best = grid(pod, drawn(phase), phase.end, batches, depths)
+    run = tuned(pod, drawn(phase), phase.end, spec(pod))
     assert best.goodput > 0.3
     assert run.goodput >= 0.9 * best.goodput, (run.goodput, best.goodput, knobs, run.moves)
     assert run.reversals == 0
-    assert static(pod, [phase], SEED).goodput < 0.5 * best.goodput, "the defaults were no problem to begin with"
+    assert static(pod, drawn(phase), phase.end).goodput < 0.5 * best.goodput, "the defaults were no problem to begin with"
 
 
 def test_with_short_ticks_the_batch_settles_within_four_of_them():
     """The load of the demonstration: 1.5 × capacity at batch 4, objective 1.6 × a step of eight rows."""
     pod = setup(2.0, 1.6 * SMALL.step_seconds(8), SMALL)
-    run = tuned(pod, [Phase(120, 2.4, 128, 64, 0.3)], SEED, spec(pod, tick_seconds=10.0))
+    run = tuned(pod, drawn(Phase(120, 2.4, 128, 64, 0.3)), 120, spec(pod, tick_seconds=10.0))
     first = run.moves[0]
     assert first[0] <= 15 and first[1].knobs["max_queue_depth"] < 32
     settled = [r for r in run.records if "interval" in r.observed]
@@ -62,17 +67,17 @@ def test_a_pod_short_of_kv_is_never_given_more_slots():
     """Refusals are plenty and times per token within their objective; slots are not what is missing."""
     pod = setup(2.0, 0.3, kv_blocks=60, context=512, boot=Knobs(8, None, 0.01, 32))
     phase = Phase(300, 2.0, 128, 128, 0.3)
-    run = tuned(pod, [phase], SEED, spec(pod))
+    run = tuned(pod, drawn(phase), phase.end, spec(pod))
     assert all(m.knobs.get("max_batch_size", 0) <= 8 for _, m in run.moves)
     assert run.knobs.max_queue_depth < 8
-    assert run.goodput > static(pod, [phase], SEED).goodput
+    assert run.goodput > static(pod, drawn(phase), phase.end).goodput
 
 
 def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted():
     """Every step takes 1.4 × what the boot measurement says, with 10 % noise: one look at batch 4 corrects the larger ones."""
     pod = setup(2.0, 1.6 * SMALL.step_seconds(8), SMALL, noise=0.1)
     pod = replace(pod, step_seconds=lambda rows, context, prefill: 1.4 * SMALL.step_seconds(rows, context, prefill))
-    run = tuned(pod, [Phase(150, 2.36, 128, 64)], SEED, spec(pod))
+    run = tuned(pod, drawn(Phase(150, 2.36, 128, 64)), 150, spec(pod))
     at, first = run.moves[0]
     judged = next(r for r in run.records if "interval" in r.observed)
     assert at == 30 and first.knobs["max_batch_size"] > 4 and first.knobs["max_queue_depth"] < 32
@@ -82,7 +87,7 @@ def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted
 
 def test_a_quiet_pod_is_left_as_it_is():
     pod = setup(2.0, 0.108, boot=Knobs(8, None, 0.01, 32))
-    run = tuned(pod, [Phase(600, 0.4, 128, 64)], SEED, spec(pod))
+    run = tuned(pod, drawn(Phase(600, 0.4, 128, 64)), 600, spec(pod))
     assert run.knobs.max_batch_size >= 8 and run.knobs.max_queue_depth >= 4
     assert run.goodput > 0.95
 
@@ -90,7 +95,7 @@ def test_a_quiet_pod_is_left_as_it_is():
 def test_chat_to_documents_and_back_is_followed():
     pod = setup(6.0, 0.115)
     phases = [Phase(400, 1.6, 128, 64), Phase(900, 0.25, 1500, 64), Phase(1300, 1.6, 128, 64)]
-    run = tuned(pod, phases, SEED, spec(pod))
+    run = tuned(pod, drawn(*phases), 1300, spec(pod))
     sizes = [(t, m.knobs["max_batch_size"]) for t, m in run.moves if "max_batch_size" in m.knobs]
     assert min(b for t, b in sizes if 400 < t <= 900) <= 4 < max(b for t, b in sizes if t <= 400)
     assert run.knobs.max_batch_size > 4
@@ -99,21 +104,22 @@ def test_chat_to_documents_and_back_is_followed():
 def test_advise_leaves_the_pod_at_its_boot_values():
     pod = setup(2.0, 0.108)
     phase = Phase(180, 1.63, 128, 64)
-    run = tuned(pod, [phase], SEED, spec(pod, mode="Advise"))
-    assert not run.moves and run.goodput == static(pod, [phase], SEED).goodput
+    run = tuned(pod, drawn(phase), phase.end, spec(pod, mode="Advise"))
+    assert not run.moves and run.goodput == static(pod, drawn(phase), phase.end).goodput
     assert {r.outcome for r in run.records} == {"Advised"}
 
 
 def test_a_run_follows_from_its_seed():
     pod, phase = setup(2.0, 0.108), Phase(120, 1.63, 128, 64)
-    assert tuned(pod, [phase], 5, spec(pod)) == tuned(pod, [phase], 5, spec(pod))
+    assert tuned(pod, drawn(phase, seed=5), 120, spec(pod)) == tuned(pod, drawn(phase, seed=5), 120, spec(pod))
     assert list(arrivals([phase], 5, 999)) != list(arrivals([phase], 6, 999))
 
 
 def test_the_books_of_a_pod_balance():
     pod = Pod(setup(2.0, 0.108, boot=Knobs(4, None, 0.01, 2)))
     incoming = list(arrivals([Phase(120, 3.0, 128, 64)], SEED, 8192))
-    pod.run(300.0, iter(incoming), [])
+    pod.inbox.extend(incoming)
+    pod.run(300.0)
     window = pod.window()
     assert pod.idle and sum(window.refused["queue_full"].values()) > 50
     assert window.queued + sum(window.refused["queue_full"].values()) == len(incoming)
@@ -121,11 +127,11 @@ def test_the_books_of_a_pod_balance():
 
 
 def test_arrivals_have_the_rate_and_the_lengths_that_were_asked_for():
-    drawn = list(arrivals([Phase(5000, 2.0, 128, 64, 0.7), Phase(6000, 0.0, 1, 1)], SEED, 8192))
-    assert len(drawn) / 5000 == pytest.approx(2.0, rel=0.05)
-    assert sum(a.prompt for a in drawn) / len(drawn) == pytest.approx(128, rel=0.05)
-    assert sum(a.output for a in drawn) / len(drawn) == pytest.approx(64, rel=0.05)
-    assert max(a.at for a in drawn) < 5000
+    rows = drawn(Phase(5000, 2.0, 128, 64, 0.7), Phase(6000, 0.0, 1, 1))
+    assert len(rows) / 5000 == pytest.approx(2.0, rel=0.05)
+    assert sum(a.prompt for a in rows) / len(rows) == pytest.approx(128, rel=0.05)
+    assert sum(a.output for a in rows) / len(rows) == pytest.approx(64, rel=0.05)
+    assert max(a.at for a in rows) < 5000
 
 
 def cli(*arguments: str):
@@ -153,6 +159,11 @@ def test_the_command_prints_a_table():
     (("--plant", "-1,2,3,4"), "negative"),
     (("--batch", "99"), "envelope"),
     (("--kv-blocks", "3"), "hold no mean row"),
+    (("--router", "dice"), "is none of"),
+    (("--law", "hope"), "is none of"),
+    (("--trace", "/nowhere.csv"), "No such file"),
+    (("--plant", "http://127.0.0.1:9"), "cannot be reached"),
+    (("--rate", "0"), "no row is offered"),
 ])
 def test_a_wrong_option_is_one_sentence_and_exit_2(arguments, says):
     result = cli(*arguments)

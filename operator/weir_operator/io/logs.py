@@ -39,6 +39,19 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str, ensure_ascii=False)
 
 
+def reference() -> str:
+    """The keys as a section of documentation."""
+    head = """## Log lines
+
+With `--log-format json` (the chart's default) one JSON object a line. `time`, `level`, `logger` and `message` are in each;
+`message` is for people and may change. The others where they apply:
+
+| key | meaning |
+|---|---|
+"""
+    return head + "".join(f"| `{key}` | {text} |\n" for key, text in KEYS.items())
+
+
 def setup(style: str) -> None:
     """Log to standard error from INFO on; `style` is json or text."""
     handler = logging.StreamHandler(sys.stderr)

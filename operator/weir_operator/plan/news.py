@@ -45,3 +45,17 @@ def news(before: Iterable[Mapping[str, Any]], after: Iterable[Mapping[str, Any]]
         elif (kind, reason) in GOOD and (reason == "Serving" or (kind, was.get("reason")) in BAD):
             told.append(News(reason, message, False))
     return told
+
+
+def reference() -> str:
+    """Which conditions become Events, as a section of documentation; `KnobsMoved` is told by the tuner."""
+    head = """## Events
+
+One object for each resource and reason, written on news alone; a repeat raises its count. `KnobsMoved` tells of each move; the
+others are conditions (their meanings: [conditions.md](conditions.md)) at the moment when they come to hold.
+
+| reason | condition | type |
+|---|---|---|
+"""
+    told = [(reason, kind, "Warning") for kind, reason in BAD] + [(reason, kind, "Normal") for kind, reason in GOOD]
+    return head + "".join(f"| `{reason}` | {kind} | {word} |\n" for reason, kind, word in sorted(told))

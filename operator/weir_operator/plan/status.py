@@ -75,6 +75,7 @@ def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
 
 _TUNED = {
     Outcome.MOVED: "Moving", Outcome.REVERTED: "Moving", Outcome.SETTLING: "Moving", Outcome.CONFIRMING: "Moving",
+    Outcome.WAITING: "Moving",
     Outcome.DRAIN_OVERDUE: "Moving", Outcome.INCONCLUSIVE: "Holding", Outcome.HOLDING: "Holding", Outcome.ADVISED: "Advising",
     Outcome.WARMING: "GatheringEvidence", Outcome.INSUFFICIENT_DATA: "GatheringEvidence", Outcome.IDLE: "GatheringEvidence",
     Outcome.NO_OBJECTIVES: "Frozen", Outcome.STALE_METRICS: "Frozen", Outcome.FROZEN: "Frozen",

@@ -28,8 +28,8 @@ RECENT_SECONDS = 60.0
 
 _CALMEST_FIRST = (
     Outcome.HOLDING, Outcome.INCONCLUSIVE, Outcome.ADVISED, Outcome.IDLE, Outcome.WARMING, Outcome.INSUFFICIENT_DATA,
-    Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED, Outcome.DRAIN_OVERDUE,
-    Outcome.NOT_SET, Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
+    Outcome.NO_OBJECTIVES, Outcome.CONFIRMING, Outcome.WAITING, Outcome.SETTLING, Outcome.MOVED, Outcome.REVERTED,
+    Outcome.DRAIN_OVERDUE, Outcome.NOT_SET, Outcome.FROZEN, Outcome.MISPREDICTED, Outcome.STALE_METRICS,
 )
 _ACTS = {Outcome.MOVED, Outcome.REVERTED}
 

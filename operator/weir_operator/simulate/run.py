@@ -1,21 +1,25 @@
-"""Runs of a pod in virtual time: with knobs that stay, with the tuner's own decide(), and over a grid of settings."""
+"""Runs of a pod in virtual time: with knobs that stay, with a law that moves them, and over a grid of settings."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from weir_operator.simulate.load import Arrival, Phase, arrivals
-from weir_operator.simulate.pod import Pod, PodSetup
+from weir_operator.simulate.load import Arrival
+from weir_operator.simulate.pod import Pod
+from weir_operator.simulate.port import PodSetup, Port
+from weir_operator.simulate.twin import Pressed, Twin
 from weir_operator.tuner.law import decide
-from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
-from weir_server.contract import Knobs
+from weir_operator.tuner.types import HISTORY_SECONDS, Decision, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_server.contract import Knobs, Window
 
 WARM_UP = 0.2
 """Share of a run that is not counted: every law starts from the same wrong setting."""
 FINISH_SECONDS = 600.0
+POD = "pod"
+Law = Callable[[TunerState, Mapping[str, PodView], TunerSpec, float], Decision]
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class Result:
     knobs: Knobs  # at the end
     moves: tuple[tuple[float, Move], ...] = ()
     records: tuple[Record, ...] = ()
-    good: tuple[float, ...] = ()  # arrival times of good rows
+    good: tuple[float, ...] = ()  # when good rows were offered, in order
+    window: Window | None = field(default=None, compare=False)  # the last one
 
     @property
     def reversals(self) -> int:
@@ -35,53 +40,77 @@ class Result:
         return sum(a != b for a, b in pairwise(signs))
 
 
-def static(setup: PodSetup, phases: Sequence[Phase], seed: int) -> Result:
+def static(setup: PodSetup, rows: Sequence[Arrival], end: float, warm_up: float = WARM_UP) -> Result:
     """Knobs stay at the boot values."""
-    pod = Pod(setup)
-    incoming = arrivals(phases, seed, setup.context)
-    pod.run(phases[-1].end, incoming, [])
-    return _result(pod, phases, seed)
+    def go(pod: Port) -> Result:
+        pod.run(end)
+        return _result(pod, rows, end, warm_up)
+
+    return _fastest(setup, rows, go, watched=False)
 
 
-def tuned(setup: PodSetup, phases: Sequence[Phase], seed: int, spec: TunerSpec) -> Result:
-    """The operator's loop: a window at every poll, decide(), and its moves through the control port."""
-    pod, state, polls = Pod(setup), TunerState(), deque[Poll]()
-    incoming = arrivals(phases, seed, setup.context)
-    ahead: list[Arrival] = []
-    moves: list[tuple[float, Move]] = []
-    records: list[Record] = []
-    now = 0.0
-    while now < phases[-1].end:
-        pod.run(now, incoming, ahead)
-        polls.append(Poll(now, pod.window()))
-        while polls[0].at < now - HISTORY_SECONDS:
-            polls.popleft()
-        decision = decide(state, {"pod": PodView("pod", "simulated", pod.control(), tuple(polls))}, spec, now)
-        state = decision.state
-        records += decision.records
-        for move in decision.moves:
-            pod.set_knobs(move.knobs, seq=len(moves) + 1)
-            moves.append((now, move))
-        now += spec.poll_seconds
-    pod.run(phases[-1].end, incoming, ahead)
-    return replace(_result(pod, phases, seed), moves=tuple(moves), records=tuple(records))
+def tuned(
+    setup: PodSetup, rows: Sequence[Arrival], end: float, spec: TunerSpec, law: Law = decide, warm_up: float = WARM_UP,
+    state: TunerState | None = None,
+) -> Result:
+    """The operator's loop: a window at every poll, the law, and its moves through the control port."""
+    def go(pod: Port) -> Result:
+        known, polls = state or TunerState(), deque[Poll]()
+        moves: list[tuple[float, Move]] = []
+        records: list[Record] = []
+        now = 0.0
+        while now < end:
+            pod.run(now)
+            polls.append(Poll(now, pod.window()))
+            while polls[0].at < now - HISTORY_SECONDS:
+                polls.popleft()
+            decision = law(known, {POD: PodView(POD, "simulated", pod.control(), tuple(polls))}, spec, now)
+            known = decision.state
+            records += decision.records
+            for move in decision.moves:
+                pod.set_knobs(move.knobs, seq=len(moves) + 1)
+                moves.append((now, move))
+            now += spec.poll_seconds
+        pod.run(end)
+        return replace(_result(pod, rows, end, warm_up), moves=tuple(moves), records=tuple(records))
+
+    return _fastest(setup, rows, go)
+
+
+def _fastest(setup: PodSetup, rows: Sequence[Arrival], go: Callable[[Port], Result], watched: bool = True) -> Result:
+    """On the twin; where KV is short or prompts share content, once more on the pod whose every step is real."""
+    if not any(row.parts for row in rows):
+        try:
+            return go(_filled(Twin(setup, watched), rows))
+        except Pressed:
+            pass
+    return go(_filled(Pod(setup), rows))
+
+
+def _filled(pod: Port, rows: Iterable[Arrival]) -> Port:
+    pod.inbox.extend(rows)
+    return pod
 
 
 def grid(
-    setup: PodSetup, phases: Sequence[Phase], seed: int, batches: Sequence[int], depths: Sequence[int]
+    setup: PodSetup, rows: Sequence[Arrival], end: float, batches: Sequence[int], depths: Sequence[int],
+    warm_up: float = WARM_UP,
 ) -> tuple[Knobs, Result]:
     """The best setting that stays, by trying them all on the same arrivals."""
     knobs = [replace(setup.knobs, max_batch_size=b, max_queue_depth=q) for b in batches for q in depths]
-    results = [(k, static(replace(setup, boot=k), phases, seed)) for k in knobs]
+    results = [(k, static(replace(setup, boot=k), rows, end, warm_up)) for k in knobs]
     return max(results, key=lambda pair: pair[1].goodput)
 
 
-def _result(pod: Pod, phases: Sequence[Phase], seed: int) -> Result:
+def _result(pod: Port, rows: Sequence[Arrival], end: float, warm_up: float) -> Result:
     """What the run came to, after what was accepted has finished."""
-    end = pod.now + FINISH_SECONDS
-    while not pod.idle and pod.now < end:
-        pod.run(min(end, pod.now + 5.0), iter(()), [])
-    start = WARM_UP * phases[-1].end
-    offered = sum(a.at >= start for a in arrivals(phases, seed, pod.setup.context))
-    share = sum(t >= start for t in pod.good_arrivals) / offered if offered else 0.0
-    return Result(share, pod.setup.boot.max_batch_size, pod.board.target, good=tuple(pod.good_arrivals))
+    last = pod.now + FINISH_SECONDS
+    pod.inbox.clear()
+    while not pod.idle and pod.now < last:
+        pod.run(min(last, pod.now + 5.0))
+    start = warm_up * end
+    offered = sum(start <= row.at < end for row in rows)
+    share = sum(start <= t < end for t in pod.good_arrivals) / offered if offered else 0.0
+    return Result(
+        share, pod.setup.boot.max_batch_size, pod.board.target, good=tuple(sorted(pod.good_arrivals)), window=pod.window()
+    )

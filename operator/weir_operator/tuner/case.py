@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from weir_operator.tuner.chain import Prediction
 from weir_operator.tuner.knobs import limits
-from weir_operator.tuner.types import Move, Outcome, Pending, PodState, PodView, Record, TunerSpec
+from weir_operator.tuner.types import Learned, Move, Outcome, Pending, PodState, PodView, Record, TunerSpec
 from weir_operator.tuner.window import fresh, readings
-from weir_server.contract import Window
+from weir_server.contract import Plant, Window
 
 SETTLED_KNOBS = ("max_batch_size", "admission_watermark", "kv_cache_budget")
 """One of these moves per settled window; the queue depth may always."""
@@ -22,6 +22,9 @@ class Case:
     windows: Sequence[Window]  # of the present process, oldest first, at least one
     spec: TunerSpec
     now: float
+    learned: Sequence[Learned] = ()
+    peers: Sequence[PodView] = ()  # the other pods of its class
+    highest: int | None = None  # the batch is not to be raised above it in this tick
 
     @property
     def last(self) -> Window:
@@ -93,25 +96,34 @@ class Change:
     goodput_before: float | None = None
 
 
-def open_case(state: PodState | None, view: PodView, spec: TunerSpec, now: float) -> Case | None:
-    """None where no window of the pod is at hand. A new process starts from nothing but what it measured of itself."""
+def open_case(
+    state: PodState | None, view: PodView, spec: TunerSpec, now: float, learned: Sequence[Learned] = (),
+    peers: Sequence[PodView] = (),
+) -> Case | None:
+    """None where no window of the pod is at hand. A new process starts from what its class is known to do, else from what it
+    measured of itself."""
     windows = readings(view.polls)
     if not windows:
         return None
     if state is None or state.instance != windows[-1].instance:
-        state = PodState(windows[-1].instance, seen=windows[0].monotonic)
+        state = PodState(windows[-1].instance, seen=windows[0].monotonic, since=now, prior=_known_plant(learned, view))
     objectives = {k: v for k, v in (("ttft", spec.ttft), ("tpot", spec.tpot)) if v is not None}
     if state.objectives != objectives:
         state = _weighed_anew(state, objectives, windows[-1].monotonic)
     if state.prior is None and view.control is not None and view.control.instance == state.instance:
         state = replace(state, prior=view.control.plant)
-    return Case(state, view, windows, spec, now)
+    return Case(state, view, windows, spec, now, learned, peers)
+
+
+def _known_plant(learned: Sequence[Learned], view: PodView) -> Plant | None:
+    """What traffic taught of such pods: better than what one measured of itself while it was idle."""
+    return next((entry.plant for entry in learned if entry.pod_class == view.pod_class), None)
 
 
 def _weighed_anew(state: PodState, objectives: Mapping[str, float], since: float) -> PodState:
     """Under new objectives goodput is another quantity: what was predicted of the old one judges nothing. The server's
     totals of good rows go on, so they are compared only from here on."""
-    pending = state.pending and replace(state.pending, predicted_goodput=None, goodput_before=None)
+    pending = state.pending and replace(state.pending, predicted_goodput=None, goodput_before=None, peers_before=None)
     return replace(state, objectives=objectives, objectives_since=since, pending=pending)
 
 

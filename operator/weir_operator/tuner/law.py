@@ -7,44 +7,106 @@ budget moves per settled window; the queue depth may always. docs/tuning-law.md 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from weir_operator.tuner import learn
+from weir_operator.tuner import canary, learn, memory
 from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out, hold, open_case
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.knobs import back_inside, limits
-from weir_operator.tuner.pressure import emergency, pressure, watch
-from weir_operator.tuner.setpoint import NIL, Choice, Reach, choose
-from weir_operator.tuner.settle import adopt, settle
-from weir_operator.tuner.types import Decision, Move, Outcome, PodState, PodView, Record, TunerSpec, TunerState
-from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather
+from weir_operator.tuner.pressure import emergency, pressure, watch, with_ceiling
+from weir_operator.tuner.setpoint import NIL, Choice, Reach, certain, choose
+from weir_operator.tuner.settle import adopt, inside, settle
+from weir_operator.tuner.types import Canary, Decision, Learned, Outcome, PodState, PodView, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather, is_settled, share_good
 
 REVERSAL_GAIN, REVERSAL_TICKS = 1.10, 2
+RECENT = 600.0
+STEADY_TICKS = 3
+"""Ticks of one workload before what suits it is remembered without a verdict."""
 
 
 def decide(state: TunerState, pods: Mapping[str, PodView], spec: TunerSpec, now: float) -> Decision:
     """Called at every poll. Between ticks only emergencies act and leave a record; at a tick every pod gets one record.
 
-    A pod that is not in `pods` is forgotten. The first call starts the clock; a clock that jumps starts it again.
+    A pod that is not in `pods` is forgotten, what it taught is not. The first call starts the clock; a clock that jumps starts
+    it again.
     """
     waits = state.next_tick is not None and now < state.next_tick <= now + spec.tick_seconds
     due = state.next_tick is not None and now >= state.next_tick
-    after: dict[str, PodState] = {}
-    moves: list[Move] = []
-    records: list[Record] = []
+    cases, steps = {}, {}
     for name, view in pods.items():
         known = state.pods.get(name)
-        case = open_case(known, view, spec, now)
+        peers = [p for other, p in pods.items() if other != name and p.pod_class == view.pod_class]
+        case = open_case(known, view, spec, now, state.learned, peers)
         if case is None:
-            step = _unread(known, view, now) if due else Step(known)
-        else:
-            step = _tick(case) if due else emergency(case) or Step(case.state)
-        if step.state is not None:
-            after[name] = step.state
-        moves += [step.move] if step.move else []
-        records += [step.record] if step.record else []
-    return Decision(TunerState(state.next_tick if waits else now + spec.tick_seconds, after), tuple(moves), tuple(records))
+            steps[name] = _unread(known, view, now) if due else Step(known)
+            continue
+        cases[name] = case
+        steps[name] = _tick(case) if due else emergency(case) or Step(case.state)
+    learned, canaries = state.learned, dict(state.canaries)
+    if due:
+        learned, canaries = _together(state, cases, steps, now)
+    found = [steps[name] for name in pods]
+    after = {name: step.state for name, step in steps.items() if step.state is not None}
+    return Decision(
+        TunerState(state.next_tick if waits else now + spec.tick_seconds, after, learned, canaries),
+        tuple(s.move for s in found if s.move), tuple(s.record for s in found if s.record),
+    )
+
+
+def _together(
+    state: TunerState, cases: dict[str, Case], steps: dict[str, Step], now: float
+) -> tuple[tuple[Learned, ...], dict[str, Canary]]:
+    """What the pods of one deployment owe each other at a tick: canaries, ceilings, and what was learned. Edits `steps`."""
+    running = canary.still_running(state.canaries, {n: s.state for n, s in steps.items() if s.state}, now)
+    for kind, ended in state.canaries.items():
+        if kind not in running and canary.failed(steps.get(ended.pod)):
+            for name, case in cases.items():
+                if case.view.pod_class == kind and name != ended.pod:
+                    cases[name] = replace(case, state=with_ceiling(case, ended.batch))
+                    steps[name] = _tick(cases[name])
+    reasons, begun = canary.held_back(state, cases, steps, running, now)
+    for name, why in reasons.items():
+        case = cases[name]
+        steps[name] = canary.waiting(_tick(replace(case, highest=case.last.target.max_batch_size)), why)
+    for new in begun.values():
+        steps[new.pod] = _measured_beside(cases[new.pod], steps[new.pod])
+    learned = state.learned
+    for name, case in cases.items():
+        if entry := _lesson(case, steps[name]):
+            learned = memory.remember(learned, entry)
+    return learned, {**running, **begun}
+
+
+def _measured_beside(case: Case, step: Step) -> Step:
+    """A canary remembers how the pods beside it fared until now, for its verdict."""
+    if step.state is None or step.state.pending is None:
+        return step
+    before = share_good(case.peers, case.now - case.spec.tick_seconds, case.now)
+    return replace(step, state=replace(step.state, pending=replace(step.state.pending, peers_before=before)))
+
+
+def _lesson(case: Case, step: Step) -> Learned | None:
+    """A setting that is predicted to be the best for traffic that is steady, or that has just come out as predicted."""
+    state, target = step.state, case.last.target
+    if state is None or state.mix is None or case.spec.tpot is None or step.record is None:
+        return None
+    proven = state.verified != case.state.verified and state.trusted
+    settled = step.record.outcome is Outcome.HOLDING and step.record.rule == "set-point" and state.pending is None
+    evidence = gather(case.windows, case.spec.tick_seconds)
+    if not (proven or (settled and state.mix.ticks >= STEADY_TICKS)) or evidence is None:
+        return None
+    pod = learn.model(state, case.windows, evidence.span)
+    if pod is None:
+        return None
+    batch, mix = target.max_batch_size, state.mix
+    known = int(state.verified.get("max_batch_size", 0)) if state.trusted else 0
+    return Learned(
+        case.view.pod_class, mix.output, mix.prefill, mix.context, batch, target.max_queue_depth, target.admission_watermark,
+        known, pod.departures(batch) * pod.in_time(batch, case.spec.tpot), pod.plant, case.now,
+    )
 
 
 def _unread(known: PodState | None, view: PodView, now: float) -> Step:
@@ -55,7 +117,7 @@ def _unread(known: PodState | None, view: PodView, now: float) -> Step:
 def _tick(case: Case) -> Step:
     evidence = gather(case.windows, case.spec.tick_seconds)
     if evidence is not None and not case.stale:
-        case = replace(case, state=learn.absorb(case.state, case.windows, evidence))
+        case = replace(case, state=learn.absorb(case.state, case.windows, evidence, _of_class(case)))
         case = replace(case, state=watch(case))
     if case.frozen:
         return hold(case, Outcome.FROZEN, case.frozen)
@@ -69,9 +131,36 @@ def _tick(case: Case) -> Step:
     into_bounds = Change("bounds", "the value in force lies outside the bounds", outside)
     if outside and case.spec.mode == "Auto":
         return carry_out(case, into_bounds)
-    step = adopt(case) or _weigh(case, evidence)
+    case, knobs = _recalled(case)
+    step = adopt(case) or (carry_out(case, knobs) if knobs else _weigh(case, evidence))
     nothing_else = outside and step.record is not None and not step.record.changes
     return carry_out(replace(case, state=step.state or case.state), into_bounds) if nothing_else else step
+
+
+def _of_class(case: Case) -> list[Learned]:
+    return [entry for entry in case.learned if entry.pod_class == case.view.pod_class]
+
+
+def _recalled(case: Case) -> tuple[Case, Change | None]:
+    """What is known of a workload that has just come back, or a start for a pod that nobody has set yet: one look-up each."""
+    state, target, control = case.state, case.last.target, case.view.control
+    if not (state.recall or not state.placed) or case.spec.mode != "Auto" or not is_settled(case.last, case.chunk):
+        return case, None
+    untouched = control is not None and target == control.boot
+    found = memory.nearest(case.learned, case.view.pod_class, state.mix)
+    case = case.with_state(recall=False, placed=True)
+    if found is None or (state.recall and found[1] > memory.SAME) or not (state.recall or untouched):
+        return case, None
+    entry, far = found
+    if state.mix is None and case.now - entry.verified_at < RECENT:
+        far = 0.0  # the pods beside it have just been serving it
+    batch = entry.batch if far <= memory.SAME else max(1, int(memory.CAUTION * entry.batch))
+    knobs = inside(case, {"max_batch_size": batch, "max_queue_depth": entry.depth})
+    if low := [k for k in ("max_queue_depth",) if far > memory.SAME and knobs[k] < getattr(target, k)]:
+        knobs = {k: v for k, v in knobs.items() if k not in low}  # a shallow queue suits the load that it was learned under
+    knobs = {k: v for k, v in knobs.items() if v != getattr(target, k)}
+    reason = "what did best under this workload" if far <= memory.SAME else "what did well on such pods, with some caution"
+    return case, Change("learned", reason, knobs, Shown({"distance": far} if far < math.inf else {})) if knobs else None
 
 
 def _weigh(case: Case, evidence: Evidence) -> Step:
@@ -132,11 +221,16 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     case, choice, confirming = _turn(case, pod, reach, choice, spec.ttft, spec.tpot)
     inputs = _inputs(pod, choice)
     knobs = _differences(reach, choice)
+    doubtful = choice.gains and "max_batch_size" in knobs and not certain(pod, spec.ttft, spec.tpot, reach, choice)
+    if doubtful:  # the queue alone may be worth a move
+        choice = choose(pod, spec.ttft, spec.tpot, reach.held())
+        inputs, knobs = _inputs(pod, choice), _differences(reach, choice)
     if not knobs or not choice.gains:
         if confirming:
             reason = "the batch is wanted the other way: a second tick must want it too"
             return hold(case, Outcome.CONFIRMING, reason, "set-point", Shown(inputs))
-        return hold(case, Outcome.HOLDING, _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
+        why = "the gain of another batch lies within the error of its prediction" if doubtful else None
+        return hold(case, Outcome.HOLDING, why or _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
     reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
     comparable = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since) and span.steady
@@ -152,6 +246,8 @@ def _reach(case: Case, head_wait: Mapping[str, float]) -> Reach:
     low, high = case.batch_limits()
     if state.ceiling is not None and case.now < state.ceiling_until:
         high = max(min(high, state.ceiling - 1), min(high, target.max_batch_size))
+    if case.highest is not None:
+        high = max(low, min(high, case.highest))
     shallow, deep = limits("max_queue_depth", case.last, case.spec) or (target.max_queue_depth,) * 2
     slots = head_wait.get("slots", 0.0)
     return Reach(
@@ -182,7 +278,7 @@ def _why_hold(choice: Choice, pod: Model, head_wait: Mapping[str, float]) -> str
     bound = max(head_wait, key=lambda k: head_wait[k], default="slots")
     if bound != "slots" and head_wait[bound] > 0:
         return f"the queue waits for {bound}, not for slots: a larger batch would not help"
-    return "no other setting is predicted to be better by 4 %"
+    return "no other setting is predicted to be better by 2 %"
 
 
 def _inputs(pod: Model, choice: Choice) -> dict[str, float]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from weir_operator.tuner import chain, mix, plant
 from weir_operator.tuner.chain import Model
-from weir_operator.tuner.types import Mix, PodState
+from weir_operator.tuner.types import Learned, Mix, PodState
 from weir_operator.tuner.window import Evidence, Span, begun
 from weir_server.contract import Plant, Window
 
@@ -24,7 +24,7 @@ def unseen(state: PodState, windows: Sequence[Window]) -> list[Window]:
     return list(windows[first:])
 
 
-def absorb(state: PodState, windows: Sequence[Window], evidence: Evidence) -> PodState:
+def absorb(state: PodState, windows: Sequence[Window], evidence: Evidence, learned: Sequence[Learned] = ()) -> PodState:
     """The state after one more tick. An idle tick changes nothing: what was learned stays.
 
     Steps are taken from what is new. The traffic is taken from the evidence, which reaches back until rows have finished: where
@@ -40,14 +40,25 @@ def absorb(state: PodState, windows: Sequence[Window], evidence: Evidence) -> Po
     seen = evidence.span
     if state.mix is None:  # the first of it weighs most: a load that began within the tick would look light for minutes
         seen = Span(max(seen.old, begun(windows)[0], key=lambda w: w.monotonic), seen.new)
-    traffic, shifted = mix.smooth(state.mix, mix.observe(seen), seen.offered)
+    traffic, shifted = mix.smooth(state.mix, mix.observe(seen), seen.offered, learned)
     state = replace(state, sums=plant.forget(state.sums, span.sums), mix=traffic)
     if shifted:
-        state = replace(state, prefill={}, direction=0, reversal_ticks=0, misses=0)
+        state = _another_workload(state)
     fitted = plant.fit(state.sums, state.prior)
     if fitted is None or traffic is None:
         return state
     return _spreads(state, Model(fitted, traffic, {}, {}), windows, len(new) - 1, evidence.source)
+
+
+def _another_workload(state: PodState) -> PodState:
+    """What was said of the one before judges nothing now: neither what a move was promised to yield nor what failed."""
+    pending = state.pending and replace(
+        state.pending, predicted_goodput=None, predicted_interval=None, goodput_before=None, peers_before=None
+    )
+    return replace(
+        state, prefill={}, direction=0, reversal_ticks=0, misses=0, pending=pending, ceiling=None, ceiling_times=0,
+        recall=True, trusted=False,
+    )
 
 
 def _spreads(state: PodState, model: Model, windows: Sequence[Window], fresh: int, source: str) -> PodState:

@@ -6,12 +6,14 @@ mean, on the same side, for two ticks: then the means start again from the last 
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from weir_operator.tuner.types import Mix
+from weir_operator.tuner.memory import CLEARLY, SAME, distance
+from weir_operator.tuner.types import Learned, Mix
 from weir_operator.tuner.window import Span, begun
 from weir_server.contract import Window
 
@@ -40,18 +42,36 @@ def observe(span: Span) -> Mix | None:
     )
 
 
-def smooth(mix: Mix | None, seen: Mix | None, rows: float) -> tuple[Mix | None, bool]:
-    """The mix after one more tick that brought `rows`, and whether it shifted."""
+def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Learned] = ()) -> tuple[Mix | None, bool]:
+    """The mix after one more tick that brought `rows`, and whether it shifted: one odd tick is enough where it looks like a
+    workload that is known."""
     if seen is None or mix is None:
         return (seen or mix), False
     side = _side(seen.prefill, mix.prefill) or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
     odd = side * (abs(mix.odd_ticks) + 1 if side * mix.odd_ticks > 0 else 1) if side else 0
-    if abs(odd) >= SHIFT_TICKS:
+    if abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
         return seen, True
     ticks = mix.ticks + 1
     new = max(1.0 - KEEP, 1.0 / ticks)
     mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("offered", "output", "prefill", "context")}
-    return replace(mix, ticks=ticks, odd_ticks=odd, quantiles=(mean["offered"],), **mean), False
+    variances = {
+        f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * (getattr(seen, k) - getattr(mix, k)) ** 2)
+        for k in ("output", "prefill")
+    }
+    return replace(mix, ticks=ticks, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
+
+
+def _recognised(seen: Mix, mix: Mix, learned: Sequence[Learned]) -> bool:
+    """Whether one tick looks so much like a workload that is known, and so little like the present means, that it is it."""
+    known = min((distance(entry, seen) for entry in learned), default=math.inf)
+    return known <= CLEARLY and distance(mix, seen) > SAME
+
+
+def errors(mix: Mix) -> dict[str, float]:
+    """Standard errors of the smoothed means, from how single ticks scatter about them."""
+    share = max(1.0 - KEEP, 1.0 / mix.ticks)
+    share /= 2.0 - share
+    return {"output": math.sqrt(mix.output_variance * share), "prefill": math.sqrt(mix.prefill_variance * share)}
 
 
 def _side(value: float, mean: float) -> int:

@@ -38,7 +38,7 @@ def fit(sums: Mapping[str, float], prior: Plant | None) -> Plant | None:
         for chosen in combinations(range(4), size):
             system = [[matrix[i][j] / scale[i] / scale[j] + (1e-9 if i == j else 0.0) for j in chosen] for i in chosen]
             right = [vector[i] / scale[i] for i in chosen]
-            x = _solve(system, right)
+            x = solve(system, right)
             gain = sum(r * v for r, v in zip(right, x, strict=True)) if x and min(x) >= 0 else 0.0
             if x and gain > best_gain:  # gain = how much of Σy² is explained
                 best_gain, best = gain, {i: v / scale[i] for i, v in zip(chosen, x, strict=True)}
@@ -75,7 +75,7 @@ def _normal(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[f
     return matrix, vector
 
 
-def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+def solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:
     """Gauss with pivoting; None where the system is singular."""
     rows = [[*row, r] for row, r in zip(matrix, right, strict=True)]
     size = len(rows)

@@ -1,20 +1,24 @@
 """Rule 3: the batch and the queue depth with the highest predicted goodput.
 
 Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 2B and at every useful depth up to 2Q, all inside the limits; a move
-must be predicted to gain ≥ 4 %, so on a steady plant with an exact fit goodput never falls and no setting comes twice. Where
-nothing in reach gains so much, the whole range is looked at, and a better setting beyond is walked towards: one doubling or
-halving at a time, or small gains on the way would be taken for the top. Where nothing anywhere yields 5 % of what is offered,
-predictions differ by noise only: the depth alone may move. Ties within 1 % go to the least change.
+must be predicted to gain ≥ 2 % and to beat the error of its own prediction (`certain`), so on a steady plant with an exact fit
+goodput never falls and no setting comes twice. Where nothing in reach gains so much, the whole range is looked at, and a
+better setting beyond is walked towards: one doubling or halving at a time, or small gains on the way would be taken for the
+top. Where nothing anywhere yields 5 % of what is offered, predictions differ by noise only: the depth alone may move. Ties
+within 1 % go to the least change.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from weir_operator.tuner.chain import Model, goodputs
+from weir_operator.tuner.mix import errors
 
-GAIN = 1.04
+GAIN = 1.02
+SMALL_GAIN = 1.04
+"""Under this a gain must be twice the standard error of its own prediction, above it as large."""
 NIL = 0.05  # of λ
 HOPELESS = 0.001  # of λ
 TIE = 0.99
@@ -54,6 +58,27 @@ class Choice:
         return (self.batch, self.depth) == (reach.batch, reach.depth)
 
 
+def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice) -> bool:
+    """Whether the predicted gain is more than the error of its prediction. The error comes from ρ and O, whose ticks scatter
+    about their means, and from the finite number of times per token in z. Cost: eight evaluations, only before a move of B."""
+    old, new = (reach.batch, reach.depth), (choice.batch, choice.depth)
+
+    def gain(m: Model) -> float:
+        return goodputs(m, ttft, tpot, *new)[new[1]] - goodputs(m, ttft, tpot, *old)[old[1]]
+
+    variance = 0.0
+    for name, error in errors(model.mix).items():
+        if error > 0:
+            mean = getattr(model.mix, name)
+            ends = [replace(model.mix, **{name: max(1e-3, mean + sign * error)}) for sign in (1, -1)]
+            up, down = (gain(Model(model.plant, m, model.spread, model.prefill, model.kv_rows)) for m in ends)
+            variance += ((up - down) / 2) ** 2
+    apart = abs(model.in_time(new[0], tpot) - model.in_time(old[0], tpot))
+    variance += model.mix.offered**2 * apart * (1 - apart) / max(1.0, sum(model.spread.values()))
+    needed = 2.0 if choice.goodput < SMALL_GAIN * choice.present else 1.0
+    return choice.goodput - choice.present >= needed * math.sqrt(variance)
+
+
 def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     """The best setting within reach, else one step towards a better one beyond it, else the present one."""
     present = goodputs(model, ttft, tpot, reach.batch, reach.depth)[reach.depth]
@@ -72,7 +97,7 @@ def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
 def _farther(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     """The best of the whole range: thinned first, then closely around what that found."""
     (low, high), deepest = reach.batch_limits, reach.depth_limits[1]
-    rough = _best(model, ttft, tpot, reach, _batches(model, reach, low, high), deepest)
+    rough = _best(model, ttft, tpot, reach, _batches(model, reach, low, high), deepest, tie=1.0)
     around = max(low, math.floor(rough.batch / 1.3)), min(high, math.ceil(rough.batch * 1.3))
     return _best(model, ttft, tpot, reach, _batches(model, reach, *around), deepest)
 
@@ -107,7 +132,9 @@ def _batches(model: Model, reach: Reach, low: int, high: int) -> list[int]:
     return sorted({n for n in sizes if n == low or model.mix.prefill * model.decoding(n) <= room} | {reach.batch})
 
 
-def _best(model: Model, ttft: float, tpot: float, reach: Reach, batches: list[int], deepest: int) -> Choice:
+def _best(
+    model: Model, ttft: float, tpot: float, reach: Reach, batches: list[int], deepest: int, tie: float = TIE
+) -> Choice:
     shallow, deep = reach.depth_limits
     deepest = max(shallow, min(deep, deepest))
     found: list[tuple[float, int, int]] = []
@@ -123,7 +150,8 @@ def _best(model: Model, ttft: float, tpot: float, reach: Reach, batches: list[in
     best = max(g for g, _, _ in found)
     if best < HOPELESS * model.mix.offered:
         return Choice(reach.batch, reach.depth, present, present)
-    near = [f for f in found if f[0] >= TIE * best]
+    enough = GAIN * present if best >= GAIN * present else 0.0  # a tie must not make of a gain none
+    near = [f for f in found if f[0] >= max(tie * best, min(best, enough))]
     goodput, batch, depth = min(near, key=lambda f: (_distance(f[1], reach.batch), _distance(f[2], reach.depth), -f[0]))
     return Choice(batch, depth, goodput, present)
 

@@ -11,7 +11,7 @@ from weir_operator.tuner.knobs import limits
 from weir_operator.tuner.pressure import with_ceiling
 from weir_operator.tuner.types import Outcome, Pending
 from weir_operator.tuner.verdict import Finding, Verdict, judge
-from weir_operator.tuner.window import Evidence
+from weir_operator.tuner.window import Evidence, share_good
 
 MISSES, HOLD_SECONDS = 2, 600.0
 VERIFIED_KNOBS = ("max_batch_size", "max_queue_depth", "admission_watermark")
@@ -49,7 +49,7 @@ def settle(
     state = case.state
     fitted = plant.fit(state.sums, state.prior)
     seconds = learn.row_seconds(fitted, state.mix, state.prefill, evidence.span.mean_running)
-    verdict = judge(pending, case.counted, seconds, case.chunk, case.spec, case.now)
+    verdict = judge(pending, case.counted, seconds, case.chunk, case.spec, case.now, _drift(case, pending))
     predicted = {"goodput": pending.predicted_goodput, "interval": pending.predicted_interval}
     shown = Shown(predicted={k: v for k, v in predicted.items() if v is not None}, observed=verdict.observed)
     if verdict.finding in (Finding.WAIT, Finding.OVERDUE):
@@ -59,6 +59,8 @@ def settle(
         outcome = Outcome.SETTLING if verdict.finding is Finding.WAIT else Outcome.DRAIN_OVERDUE
         return hold(case, outcome, verdict.why, "verdict", shown)
     case = case.with_state(pending=None)
+    if verdict.finding in (Finding.WORSE, Finding.UNUSED):
+        case = case.with_state(trusted=False)
     if verdict.finding is Finding.WORSE:
         return _revert(case, pending, verdict, shown)
     if verdict.finding is Finding.MISSED:
@@ -67,20 +69,29 @@ def settle(
         return hold(case, Outcome.INCONCLUSIVE, verdict.why, "verdict", shown)
     target = case.last.target
     verified = {k: getattr(target, k) for k in VERIFIED_KNOBS}
-    return case.with_state(misses=0, distrust=0, verified=verified), shown
+    trusted = pending.predicted_goodput is not None
+    return case.with_state(misses=0, distrust=0, verified=verified, trusted=trusted), shown
+
+
+def _drift(case: Case, pending: Pending) -> float:
+    """How the pods beside a canary fared meanwhile, as a factor on what it had before."""
+    if not pending.peers_before:
+        return 1.0
+    now = share_good(case.peers, pending.at, case.now)
+    return min(2.0, max(0.5, now / pending.peers_before)) if now is not None else 1.0
 
 
 def _revert(case: Case, pending: Pending, verdict: Verdict, shown: Shown) -> Step:
     batch, old = pending.after.get("max_batch_size", 0), pending.before.get("max_batch_size", 0)
     if batch > old:
         case = replace(case, state=with_ceiling(case, int(batch)))
-    return carry_out(case, Change("verdict", verdict.why, _inside(case, pending.before), shown, outcome=Outcome.REVERTED))
+    return carry_out(case, Change("verdict", verdict.why, inside(case, pending.before), shown, outcome=Outcome.REVERTED))
 
 
 def _missed(case: Case, verdict: Verdict, shown: Shown, setpoint: Callable[[Case, bool], Step]) -> Step:
     """One miss: what was seen since corrects the prediction, and the batch may turn round at once. Two: learn the spreads anew
     and go by ones. Two more: back to what was verified, and hold."""
-    misses = case.state.misses + 1
+    case, misses = case.with_state(trusted=False), case.state.misses + 1
     if misses < MISSES:
         case, reason = case.with_state(misses=misses, direction=0), f"{verdict.why}, once so far"
         step = setpoint(case, True)
@@ -92,7 +103,7 @@ def _missed(case: Case, verdict: Verdict, shown: Shown, setpoint: Callable[[Case
         return hold(case, Outcome.MISPREDICTED, f"{verdict.why}, twice: learning the spread anew", "verdict", shown)
     case = case.with_state(misses=0, distrust=2, hold_until=case.now + HOLD_SECONDS)
     reason = f"{verdict.why}, four times: back to the last setting that came out as predicted, and hold"
-    return carry_out(case, Change("verdict", reason, _inside(case, _safe(case)), shown, outcome=Outcome.MISPREDICTED))
+    return carry_out(case, Change("verdict", reason, inside(case, _safe(case)), shown, outcome=Outcome.MISPREDICTED))
 
 
 def _safe(case: Case) -> Mapping[str, float]:
@@ -103,6 +114,6 @@ def _safe(case: Case) -> Mapping[str, float]:
     return {"max_batch_size": boot.max_batch_size, "max_queue_depth": boot.max_queue_depth, **case.spec.initial}
 
 
-def _inside(case: Case, knobs: Mapping[str, float]) -> dict[str, float]:
+def inside(case: Case, knobs: Mapping[str, float]) -> dict[str, float]:
     found = {k: (v, limits(k, case.last, case.spec)) for k, v in knobs.items()}
     return {k: min(max(v, bounds[0]), bounds[1]) for k, (v, bounds) in found.items() if bounds is not None}

@@ -27,6 +27,7 @@ class Outcome(StrEnum):
     REVERTED = "Reverted"  # the last move made goodput worse: the values before it are back
     HOLDING = "Holding"  # nothing is predicted to be better by enough
     CONFIRMING = "Confirming"  # a change of direction waits for a second tick that wants it too
+    WAITING = "Waiting"  # a larger batch is wanted, but another pod tries it first, or pods are just starting
     SETTLING = "Settling"  # the last move is not effective yet, or has no clean window behind it
     DRAIN_OVERDUE = "DrainOverdue"  # it should have settled long ago: the batch is frozen, the queue is not
     WARMING = "Warming"  # the pod is new: no difference of windows yet
@@ -109,6 +110,8 @@ class Mix:
     prefill: float  # ρ: prefilled tokens (uncached and recomputed) per generated token
     context: float  # context tokens read per decoding row and step
     ticks: int = 1  # how many are in the means
+    output_variance: float = 0.0  # of one tick's O and ρ about their means
+    prefill_variance: float = 0.0
     odd_ticks: int = 0  # ticks in a row that lay far from the means, signed by the side
 
 
@@ -123,6 +126,7 @@ class Pending:
     predicted_goodput: float | None = None  # rows per second; None where the rule predicts none
     predicted_interval: float | None = None  # mean time per output token, seconds
     goodput_before: float | None = None  # of the window that led to the move
+    peers_before: float | None = None  # share of the rows offered that was good on the pods beside a canary
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,10 @@ class PodState:
 
     instance: str
     seen: float  # pod's clock: the last window that went into the sums
+    since: float = 0.0  # operator's clock when the process was first read
+    placed: bool = False  # what was learned before was considered as a start
+    recall: bool = False  # the workload shifted, and what is known of the new one was not looked up yet
+    trusted: bool = False  # the last prediction came true
     prior: Plant | None = None  # as the server measured itself at boot
     sums: Mapping[str, float] = field(default_factory=dict)  # discounted sums of the regression
     mix: Mix | None = None
@@ -172,11 +180,40 @@ class PodState:
 
 
 @dataclass(frozen=True, slots=True)
+class Learned:
+    """A setting that did well for one workload on one class of pods; outlives the pods that taught it."""
+
+    pod_class: str
+    output: float  # the workload's fingerprint: a mix without its rate
+    prefill: float
+    context: float
+    batch: int
+    depth: int
+    watermark: float
+    largest: int  # the largest batch that came out as predicted: up to it no canary is needed
+    capacity: float  # rows per second that one pod serves within the objectives
+    plant: Plant
+    verified_at: float  # operator's clock
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """A pod that tries a batch which its class has not been seen with. `since`: operator's clock."""
+
+    pod: str
+    instance: str
+    batch: int
+    since: float
+
+
+@dataclass(frozen=True, slots=True)
 class TunerState:
     """Of one InferenceDeployment. `TunerState()` is the start; the rest comes from `Decision.state`."""
 
     next_tick: float | None = None  # operator's clock
     pods: Mapping[str, PodState] = field(default_factory=dict)
+    learned: tuple[Learned, ...] = ()  # newest first
+    canaries: Mapping[str, Canary] = field(default_factory=dict)  # by class of pods
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -184,7 +221,11 @@ class TunerState:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> TunerState:
         """Raises KeyError or TypeError on another shape."""
-        return cls(data.get("next_tick"), {name: PodState.from_json(p) for name, p in data["pods"].items()})
+        return cls(
+            data.get("next_tick"), {name: PodState.from_json(p) for name, p in data["pods"].items()},
+            tuple(Learned(**{**v, "plant": Plant(**v["plant"])}) for v in data.get("learned", ())),
+            {kind: Canary(**v) for kind, v in data.get("canaries", {}).items()},
+        )
 
 
 @dataclass(frozen=True, slots=True)

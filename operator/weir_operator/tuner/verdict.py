@@ -40,9 +40,11 @@ class Verdict:
 
 
 def judge(
-    pending: Pending, windows: Sequence[Window], row_seconds: float, chunk: int | None, spec: TunerSpec, now: float
+    pending: Pending, windows: Sequence[Window], row_seconds: float, chunk: int | None, spec: TunerSpec, now: float,
+    drift: float = 1.0,
 ) -> Verdict:
-    """`row_seconds`: how long a row is served, for those that were in the batch when the queue had drained."""
+    """`row_seconds`: how long a row is served, for those that were in the batch when the queue had drained. `drift`: how the
+    pods beside a canary fared meanwhile."""
     last, age = windows[-1], now - pending.at
     if not is_settled(last, chunk):
         overdue = age > max(SETTLE_SECONDS, 2 * row_seconds)
@@ -62,7 +64,10 @@ def judge(
         "offered": span.offered / span.seconds,
         "running": span.mean_running,
     }
-    return _compare(pending, observed, span, windows)
+    if ended := span.total("slo_total"):
+        observed["attainment"] = span.good / ended
+        observed["attainment_low"], observed["attainment_high"] = wilson(span.good, ended)
+    return _compare(pending, observed, span, windows, drift)
 
 
 def _clean_start(windows: Sequence[Window], row_seconds: float, spec: TunerSpec) -> Window | None:
@@ -79,13 +84,24 @@ def _clean_start(windows: Sequence[Window], row_seconds: float, spec: TunerSpec)
     return None
 
 
-def _compare(pending: Pending, observed: Mapping[str, float], span: Span, windows: Sequence[Window]) -> Verdict:
+def wilson(good: float, total: float, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's interval of a share, 95 % by default: between 0 and 1, and never of no width."""
+    if total <= 0:
+        return 0.0, 1.0
+    share, z2 = min(1.0, max(0.0, good / total)), z * z
+    middle, half = share + z2 / (2 * total), z * math.sqrt(share * (1 - share) / total + z2 / (4 * total * total))
+    return max(0.0, (middle - half) / (1 + z2 / total)), min(1.0, (middle + half) / (1 + z2 / total))
+
+
+def _compare(
+    pending: Pending, observed: Mapping[str, float], span: Span, windows: Sequence[Window], drift: float
+) -> Verdict:
     old, new = pending.before.get("max_batch_size", 0), pending.after.get("max_batch_size", 0)
     if new > old and not _used(windows, span.old.monotonic, old):
         return Verdict(Finding.UNUSED, "the added slots were in use for less than half of the window", observed)
     same_load = abs(observed["offered"] / pending.offered - 1) <= SAME_LOAD if pending.offered else False
     error = math.sqrt(max(span.good, 1.0)) / span.seconds
-    before = pending.goodput_before
+    before = pending.goodput_before * drift if pending.goodput_before is not None else None
     if before is not None and same_load and observed["goodput"] < 0.96 * before - 2 * STANDARD_ERRORS * error:
         return Verdict(Finding.WORSE, f"goodput fell from {before:.2f} to {observed['goodput']:.2f} rows/s", observed)
     if pending.predicted_interval and abs(observed["interval"] / pending.predicted_interval - 1) > ERROR:

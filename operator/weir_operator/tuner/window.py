@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weir_operator.tuner.types import Poll
+from weir_operator.tuner.types import PodView, Poll
 from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Window
 
 READS = (
     "instance", "monotonic", "settled_at", "target", "effective", "envelope", "draining", "running", "waiting", "oldest_wait",
     "memory_used", "memory_limit", "kv_used_bytes", "decoding_seconds", "running_seconds", "head_wait_seconds",
     "kv_used_byte_seconds", "step", "products", "recompute_seconds", "queued", "retried", "admitted", "refused", "finished",
-    "preempted", "generated_tokens", "slo_good", "histograms", "settled",
+    "preempted", "generated_tokens", "slo_good", "slo_total", "histograms", "settled",
 )
 """The fields of a window that the law reads; a test holds this list, the contract and the code together."""
 
@@ -205,3 +205,14 @@ def _weigh(span: Span) -> Evidence:
     completions = span.completed
     enough = intervals >= MIN_INTERVALS and completions >= MIN_COMPLETIONS
     return Evidence(span, enough, source, intervals, completions)
+
+
+def share_good(peers: Sequence[PodView], since: float, until: float) -> float | None:
+    """Of the rows offered to these pods between two times of the operator's clock, the share that met both objectives."""
+    good = offered = 0.0
+    for view in peers:
+        windows = readings([p for p in view.polls if since <= p.at <= until])
+        if len(windows) > 1:
+            span = Span(windows[0], windows[-1])
+            good, offered = good + span.good, offered + span.offered
+    return good / offered if offered > 0 else None

@@ -46,6 +46,8 @@ def load_library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(found[0]))
     except OSError as e:
         raise UnsupportedError(f"the C kernels do not load: {e}") from None
+    if not hasattr(library, "weir_attention_bytes") or library.weir_attention_bytes() != ctypes.sizeof(_Attention):
+        raise UnsupportedError("the C kernels were built from other sources: build them again")
     pointer, number = ctypes.c_void_p, ctypes.c_int
     library.weir_add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, ctypes.c_float]
     library.weir_gated.argtypes = [pointer, pointer, number, number, number]

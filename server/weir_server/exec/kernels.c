@@ -131,6 +131,7 @@ static void attend_tile(const Attention *a, const float *qkv, float *out, int t,
 }
 
 int weir_max_queries(void) { return MAX_QUERIES; }
+int weir_attention_bytes(void) { return sizeof(Attention); } /* whoever calls with another struct is of another build */
 
 /* `tiles` [n_tiles][2]: first token and number of tokens, of one row each. `work`: multiply-adds, decides about threads. */
 void weir_attention(const Attention *a, float *qkv, float *out, int tokens, const int32_t *tiles, int n_tiles, int64_t work) {
