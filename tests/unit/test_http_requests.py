@@ -133,6 +133,14 @@ async def test_an_echo_is_the_beginning_of_each_answer(kit: Kit, prompt: Any, st
     assert said.count('"text":"say') == 2
 
 
+async def test_an_echo_with_logprobs_has_those_of_the_prompt_first(kit: Kit):
+    """The null engine tells of each prompt token minus its place."""
+    status, answer, _ = await kit.post(COMPLETION, {"prompt": "say", "max_tokens": 0, "echo": True, "logprobs": 0})
+    assert status == 200 and answer["choices"][0]["logprobs"] == {
+        "tokens": ["s", "a", "y"], "token_logprobs": [None, -1.0, -2.0], "top_logprobs": None, "text_offset": [0, 1, 2],
+    }  # fmt: skip
+
+
 async def test_zero_tokens_score_a_prompt_and_make_nothing(kit: Kit):
     """As evaluation harnesses ask; elsewhere 0 is refused."""
     body = {"prompt": "say", "max_tokens": 0, "echo": True}
