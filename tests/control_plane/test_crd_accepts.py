@@ -31,6 +31,9 @@ ACCEPTED = {
         "cache": {"size": "20Gi", "storageClassName": "fast", "accessMode": "ReadWriteMany", "reclaimPolicy": "Delete"},
     }},
     "a claim of one's own": {"model": {"source": "https://h/m", "cache": {"claimName": "models"}}},
+    "engine": {"engine": {
+        "scheduler": "prefill_first", "preemption": "longest-first", "pressurePolicy": "newest_stalled", "offload": "1Gi",
+    }},
     "preset": {"slo": None, "tuning": {"preset": "throughput"}},
     "an autoscaler of one's own": {"autoscaling": {"mode": "External"}},
     "an HPA": {"autoscaling": {"mode": "External", "scaler": "HorizontalPodAutoscaler", "minReplicas": 2, "maxReplicas": 9}},
@@ -118,6 +121,7 @@ REFUSED = {
     },
     "deadline too long": ({"rollout": {"progressDeadline": "7h"}}, "must not exceed 6h"),
     "percentile": ({"slo": {"ttft": "1s", "tpot": "1s", "percentile": 100}}, "spec.slo.percentile"),
+    "scheduler": ({"engine": {"scheduler": "lifo"}}, "spec.engine.scheduler: Unsupported value: \"lifo\""),
     "preset": ({"tuning": {"preset": "fast"}}, "spec.tuning.preset: Unsupported value: \"fast\""),
     "sidecar of nothing": ({"sidecar": True}, "sidecar: true puts the server beside your application"),
     "port": ({"service": {"port": 0}}, "spec.service.port"),

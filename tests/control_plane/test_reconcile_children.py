@@ -161,6 +161,6 @@ def test_every_source_and_a_sidecar_are_templates_that_the_api_server_takes(
     first, second = pods[3]["initContainers"]
     assert (first["name"], second["name"], second["restartPolicy"]) == ("fetch", "server", "Always")
     assert [c["name"] for c in pods[3]["containers"]] == ["app"]
-    assert second["startupProbe"] and second["lifecycle"]["preStop"]["sleep"]["seconds"] == 5
+    assert second["startupProbe"] and "--leave-seconds=5" in second["args"]
     assert "--api-key-file=/run/weir/keys/keys" in pods[4]["containers"][0]["args"]
     cluster.kubectl("delete", "infd", "--all", "-n", namespace)

@@ -122,9 +122,9 @@ def _handler(shelf: Shelf) -> type[BaseHTTPRequestHandler]:
 
 
 @contextmanager
-def serving(files: dict[str, bytes]) -> Iterator[Shelf]:
+def serving(files: dict[str, bytes], host: str = "127.0.0.1", port: int = 0) -> Iterator[Shelf]:
     shelf = Shelf(files)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(shelf))
+    server = ThreadingHTTPServer((host, port), _handler(shelf))
     server.daemon_threads = True
     shelf.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})

@@ -30,7 +30,7 @@ def test_every_example_has_a_plan(example: Path) -> None:
     status, text = invoke("plan", str(example))
     assert status == 0, text
     kinds = {m["kind"] for m in yaml.safe_load_all(text)}
-    assert {"ServiceAccount", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment", "PodDisruptionBudget"} <= kinds
+    assert {"ServiceAccount", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment"} <= kinds
 
 
 def test_a_plan_of_standard_input_is_printed_the_same_twice() -> None:

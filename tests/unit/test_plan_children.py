@@ -66,6 +66,10 @@ RESTARTS = {
     "engine.threads": ({"engine": {"threads": 2}}, True),
     "engine.prefillChunkTokens": ({"engine": {"prefillChunkTokens": 128}}, True),
     "engine.prefillGrantInterval": ({"engine": {"prefillGrantInterval": 4}}, True),
+    "engine.scheduler": ({"engine": {"scheduler": "prefill_first"}}, True),
+    "engine.preemption": ({"engine": {"preemption": "longest-first"}}, True),
+    "engine.pressurePolicy": ({"engine": {"pressurePolicy": "least_progress"}}, True),
+    "engine.offload": ({"engine": {"offload": "512Mi"}}, True),
     "engine.prefixCaching": ({"engine": {"prefixCaching": False}}, True),
     "engine.extraArgs": ({"engine": {"extraArgs": ["--page-size=32"]}}, True),
     "slo.ttft": ({"slo": {"ttft": "1s", "tpot": "80ms"}}, False),
@@ -151,7 +155,7 @@ def test_what_moves_without_a_restart_is_in_the_boot_file() -> None:
 def test_every_child_is_owned_and_in_the_order_of_need() -> None:
     found = children(resource(), DEFAULTS)
     assert [m["kind"] for m in found] == [
-        "ServiceAccount", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment", "PodDisruptionBudget",
+        "ServiceAccount", "Secret", "ConfigMap", "Service", "NetworkPolicy", "Deployment",
     ]
     for manifest in found:
         [owner] = manifest["metadata"]["ownerReferences"]
@@ -159,6 +163,13 @@ def test_every_child_is_owned_and_in_the_order_of_need() -> None:
         assert owner["controller"] is True
         assert manifest["metadata"]["labels"]["weir.dev/managed"] == "true"
         assert "finalizers" not in manifest["metadata"]
+
+
+@pytest.mark.parametrize(("spec", "there"), [
+    ({}, False), ({"replicas": 2}, True), ({"disruption": {"maxUnavailable": 0}}, True), ({"autoscaling": SCALER}, True),
+])
+def test_a_disruption_budget_where_it_says_something(spec: dict[str, Any], there: bool) -> None:
+    assert ("PodDisruptionBudget" in [m["kind"] for m in children(resource(**spec), DEFAULTS)]) is there
 
 
 def test_the_token_is_in_a_secret_that_is_nobody_elses() -> None:
@@ -181,6 +192,7 @@ def test_pods_are_hardened_and_know_no_service_links() -> None:
     }
     assert {"name": "tmp", "mountPath": "/tmp"} in container["volumeMounts"]
     assert container["livenessProbe"]["httpGet"]["path"] == "/health"
+    assert container["livenessProbe"]["terminationGracePeriodSeconds"] < spec["terminationGracePeriodSeconds"]
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"] >= 300
 
@@ -204,6 +216,7 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     import typer
     from typer.main import get_command
 
+    from weir_server.cli.flags import NOT_YET
     from weir_server.cli.serve import command
 
     app = typer.Typer()
@@ -214,14 +227,17 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
         model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512},
         engine={
             "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0, "threads": 1,
-            "prefillGrantInterval": 0, "prefixCaching": False,
+            "prefillGrantInterval": 0, "prefixCaching": False, "scheduler": "prefill_first", "preemption": "lowest-priority",
+            "pressurePolicy": "auto", "offload": "512Mi",
         },
         auth={"secretRef": {"name": "keys"}},
     )
     [container] = child(everything, "Deployment")["spec"]["template"]["spec"]["containers"]
+    assert not any(arg.split("=")[0] in NOT_YET for arg in container["args"])
     flags = {arg.split("=")[0] for arg in container["args"] if arg.startswith("--")}
     assert flags - known == set()
-    assert len(flags) >= 14
+    assert "--cpu-offload-space=0.5" in container["args"]
+    assert len(flags) >= 20
 
 
 def test_the_servers_boot_file_reader_takes_ours(tmp_path: Any) -> None:

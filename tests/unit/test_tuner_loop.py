@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import uuid
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -430,6 +431,33 @@ async def test_a_pod_that_hangs_does_not_hold_up_another(server: FakeServer, ben
     assert pods["chat-0"].polls[-1].window is not None
     assert pods["chat-1"].polls[-1].window is None
     assert bench.news.reports[-1].silent == {"chat-1": "no answer in 2 s"}
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(server: FakeServer, bench: Bench) -> None:
+    sent = 0
+
+    async def endless(request: web.Request) -> Any:
+        nonlocal sent
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while sent < 2**30:
+            await answer.write(b" " * 65536)
+            sent += 65536
+        return answer
+
+    server.behave = endless
+    await bench.poll()
+    assert bench.news.rounds[-1].pods["chat-0"].polls[-1].window is None
+    assert 0 < sent < 2**27, "a small part of the gigabyte"
+
+
+async def test_polls_of_many_deployments_are_spread_and_each_keeps_its_distance() -> None:
+    from weir_operator.loops.tuner import _phase
+
+    phases = [_phase(str(uuid.uuid4())) for _ in range(1000)]
+    assert all(0 <= p <= 1 for p in phases) and _phase("a") == _phase("a")
+    for low in range(10):
+        assert 50 < sum(low / 10 <= p < (low + 1) / 10 for p in phases) < 150
 
 
 async def test_another_contract_is_left_alone(server: FakeServer, bench: Bench) -> None:

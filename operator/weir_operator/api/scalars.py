@@ -127,10 +127,11 @@ Source = Annotated[str, _checked(_source), WithJsonSchema({
 
 OWNED_FLAGS = (
     "host|port|control-host|control-port|control-token-file|boot-file|served-model-name|api-key|api-key-file|drain-timeout"
+    "|leave-seconds|state-dir"
 )
 _EXTRA_MESSAGE = (
     "must be flags of weir-server as --flag=value, without those that the operator sets itself "
-    "(host, ports, token, boot file, served name, API keys, drain timeout)"
+    "(host, ports, token, boot file, served name, API keys, drain)"
 )
 
 

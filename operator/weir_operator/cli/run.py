@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 from collections.abc import Callable
 from typing import NoReturn
@@ -15,6 +16,8 @@ from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
 
+log = logging.getLogger(__name__)
+
 
 def run_operator(
     namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
@@ -25,13 +28,17 @@ def run_operator(
     settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
     try:
         asyncio.run(_run(settings))
+        return 0
     except Unreachable as e:
-        fail(str(e))
+        sentence = str(e)
     except ApiError as e:
-        fail(f"the API server refuses what the operator needs: {e}")
+        sentence = f"the API server refuses what the operator needs: {e}"
     except OSError as e:
-        fail(f"cannot listen on port {health_port}: {e.strerror or e}")
-    return 0
+        sentence = f"cannot listen on port {health_port}: {e.strerror or e}"
+    if log_format == "text":
+        fail(sentence)
+    log.critical(sentence, extra={"event": "ended"})  # who reads JSON reads all of it
+    return 2
 
 
 async def _run(settings: OperatorSettings) -> None:

@@ -249,7 +249,13 @@ class Reconciler:
         for kind in (*WATCHED, *sorted(self.kinds)):
             selector = None if kind == names.KIND else names.MANAGED_SELECTOR
             before = self.store.known(kind)
-            listed = [o for ns in namespaces or (None,) for o in await self.kube.list(kind, ns, selector)]
+            try:
+                listed = [o for ns in namespaces or (None,) for o in await self.kube.list(kind, ns, selector)]
+            except ApiError as e:
+                if kind in WATCHED or e.status not in (403, 404):
+                    raise
+                log.warning("%s is not listed: %s", kind, e)  # it went a moment ago, or the operator has no right to it
+                continue
             self.store.replace(kind, listed, before, watched=kind in WATCHED)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]

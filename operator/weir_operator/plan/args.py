@@ -30,9 +30,15 @@ def server_args(spec: Spec, parallel: int = PARALLEL) -> list[str]:
         ("kv-cache-budget", parse_bytes(limits.kv_cache) if limits.kv_cache else None),
         ("prefill-chunk-size", engine.prefill_chunk_tokens),
         ("prefill-grant-interval", engine.prefill_grant_interval),
+        ("scheduler", engine.scheduler),
+        ("preemption-policy", engine.preemption),
+        ("pressure-policy", engine.pressure_policy),
+        ("cpu-offload-space", f"{parse_bytes(engine.offload) / 2**30:.6g}" if engine.offload else None),  # in GiB
     ):
         if value is not None:
             args.append(f"--{flag}={value}")
+    if engine.preemption:
+        args.append("--enable-preemption")
     if not engine.prefix_caching:
         args.append("--no-prompt-cache")
     return args + engine.extra_args

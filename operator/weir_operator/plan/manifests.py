@@ -114,6 +114,16 @@ def _network_policy(resource: InferenceDeployment, defaults: Defaults) -> Iterat
     })
 
 
+def _disruption_budget(resource: InferenceDeployment) -> Iterator[Manifest]:
+    """Of a single pod, "one at a time" says nothing."""
+    most = resource.spec.disruption.max_unavailable
+    if resource.spec.replicas <= 1 and not external(resource) and most == 1:
+        return
+    yield _child(resource, "policy/v1", "PodDisruptionBudget", resource.metadata.name, spec={
+        "maxUnavailable": most, "selector": {"matchLabels": selector(resource)}, "unhealthyPodEvictionPolicy": "AlwaysAllow",
+    })
+
+
 def _cache_claim(resource: InferenceDeployment) -> Iterator[Manifest]:
     cache = resource.spec.model.cache
     if cache is None or cache.size is None or not locate(resource.spec).downloaded:
@@ -174,10 +184,7 @@ def children(resource: InferenceDeployment, defaults: Defaults, seen: Observed =
         *_services(resource),
         *_network_policy(resource, defaults),
         _deployment(resource, defaults, seen),
-        _child(resource, "policy/v1", "PodDisruptionBudget", meta.name, spec={
-            "maxUnavailable": resource.spec.disruption.max_unavailable, "selector": {"matchLabels": selector(resource)},
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-        }),
+        *_disruption_budget(resource),
         *_scaler(resource),
         *_pod_monitor(resource),
     ]

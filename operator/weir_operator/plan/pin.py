@@ -26,8 +26,8 @@ RESTARTING = ("model", "engine", "image", "image_pull_policy", "auth", "sidecar"
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Defaults that enter the pod template. `parallel`: slots of a server; `leave_seconds`: what a pod that ends waits for its
-    address to leave the Service; `user`: uid and gid."""
+    """Defaults that enter the pod template. `parallel`: slots of a server; `leave_seconds`: for how long a pod that ends still
+    takes requests, while its address leaves the Service; `user`: uid and gid."""
 
     image: str
     parallel: int = 4

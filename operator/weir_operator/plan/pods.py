@@ -16,9 +16,13 @@ from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
 START_SECONDS = 600
 """A start may take so long, or the rollout's progress deadline if that is longer: then the start-up probe gives up."""
+STATE = "/tmp"
+"""An emptyDir: what a server notes there is for itself when it comes back after a kill in the same pod."""
 SHORT_DRAIN = 300.0
 """Drains up to this share one grace period, so that changing them restarts nothing."""
 GRACE_MARGIN = 30
+DEAD_GRACE = 20
+"""Of a server that its probes found dead: it has nothing to drain."""
 _HARDENED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True, "capabilities": {"drop": ["ALL"]}}
 
 
@@ -72,6 +76,7 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
     args = [
         *server_args(spec, pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
         f"--control-token-file={names.TOKEN_FILE}", f"--boot-file={names.BOOT_FILE}",
+        f"--leave-seconds={pinned.leave_seconds}", f"--state-dir={STATE}",
     ]
     mounts = [
         {"name": "boot", "mountPath": _folder(names.BOOT_FILE), "readOnly": True},
@@ -82,16 +87,15 @@ def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
         mounts.append({"name": "keys", "mountPath": _folder(names.KEYS_FILE), "readOnly": True})
     if _model_volume(resource):
         mounts.append({"name": "model", "mountPath": names.MODEL_MOUNT, "readOnly": True})
+    dead = {"terminationGracePeriodSeconds": DEAD_GRACE}
     longest_start = int(max(START_SECONDS, parse_duration(spec.rollout.progress_deadline)))
     return {
         **_base(spec, pinned, names.CONTAINER, args, mounts),
         **({"restartPolicy": "Always"} if spec.sidecar else {}),  # of an init container: that makes it a native sidecar
         "ports": [{"name": "http", "containerPort": HTTP_PORT}, {"name": "control", "containerPort": CONTROL_PORT}],
-        # Its address leaves the Service while it still takes everything: clients that have not heard of it yet are served.
-        "lifecycle": {"preStop": {"sleep": {"seconds": pinned.leave_seconds}}},
-        "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start),
+        "startupProbe": _probe("/health", periodSeconds=1, timeoutSeconds=5, failureThreshold=longest_start) | dead,
         "readinessProbe": _probe("/ready", periodSeconds=2, timeoutSeconds=5, failureThreshold=3),
-        "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
+        "livenessProbe": _probe("/health", periodSeconds=10, timeoutSeconds=5, failureThreshold=6) | dead,
     }
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from weir_operator.api import names
-from weir_operator.api.types import Model, Spec
+from weir_operator.api.model import Model
+from weir_operator.api.types import Spec
 
 DOWNLOADED = ("hf", "s3", "https")
 

@@ -85,7 +85,7 @@ def command(
 ) -> None:
     """Download a model, whole and checked. What is there already is not downloaded again; what broke off is taken up.
 
-    Secrets come from the environment: HF_TOKEN, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or any that AWS clients find),
+    Secrets come from the environment: HF_TOKEN; AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and AWS_SESSION_TOKEN;
     BEARER_TOKEN for https.
     """
     fetch(source, to, endpoint, sha256, lambda line: print(line, flush=True))

@@ -13,6 +13,7 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+from weir_server.cli import s3
 from weir_server.cli.fetch import CHUNK, SILENT_SECONDS, File, Interrupted
 from weir_server.link.errors import UserError
 
@@ -134,64 +135,32 @@ def _line(e: BaseException) -> str:
 # ---------------------------------------------------------------- S3
 
 def _bucket(rest: str, endpoint: str | None, sha256: str | None) -> tuple[bool, list[File]]:
-    import botocore.session
-    from botocore import UNSIGNED
-    from botocore.config import Config
-    from botocore.exceptions import BotoCoreError, ClientError
-
     bucket, _, key = rest.partition("/")
-    session = botocore.session.get_session()
-    settings: dict[str, Any] = {
-        "retries": {"max_attempts": 1}, "read_timeout": SILENT_SECONDS, "connect_timeout": 10,
-        "s3": {"addressing_style": "path" if endpoint else "auto"},
-    }
-    if session.get_credentials() is None:
-        settings["signature_version"] = UNSIGNED  # a public bucket
-    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
-    client = session.create_client("s3", region_name=region, endpoint_url=endpoint, config=Config(**settings))
+    denied = f"s3://{bucket}/{key} may not be read: check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_REGION."
 
-    def asked(ask: Callable[[], Any], what: str) -> Any:
-        try:
-            return ask()
-        except ClientError as e:
-            status = int(e.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-            code = e.response.get("Error", {}).get("Code", "")
-            if status == 404:
-                raise UserError(f"There is no s3://{bucket}/{what}.") from None
-            if status in (400, 401, 403):
-                raise UserError(f"s3://{bucket}/{what} may not be read ({code or status}): check AWS_ACCESS_KEY_ID.") from None
-            raise Interrupted(f"S3 answers {status} {code}") from None
-        except (BotoCoreError, OSError) as e:
-            raise Interrupted(_line(e)) from None
+    def ask(method: str, url: str) -> Any:
+        return _open(url, method, s3.sign_now(method, url, {}), denied, f"There is no s3://{bucket}/{key}.")
 
-    def file(name: str, whole: str, size: int, tag: str) -> File:
-        def save(target: Path, count: Count) -> None:
-            def chunks(have: int) -> tuple[int, Iterator[bytes]]:
-                start = have if have < size else 0
-                at = {"Range": f"bytes={start}-"} if start else {}
-                answer = asked(lambda: client.get_object(Bucket=bucket, Key=whole, IfMatch=tag, **at), whole)
-                return start, _guarded(answer["Body"].iter_chunks(CHUNK), (BotoCoreError,))
-
-            _resumed(target, tag, size, chunks, count)
-
-        return File(name, save, size, sha256 if whole == key else None)
+    def file(found: s3.Object, name: str) -> File:
+        url = s3.address(bucket, found.key, endpoint)
+        whole = sha256 if found.key == key else None
+        return _web(url, name, {"If-Match": found.tag}, denied, found.size, whole, found.tag, sign=s3.sign_now)
 
     if not key.endswith("/"):
-        head = asked(lambda: client.head_object(Bucket=bucket, Key=key), key)
-        return True, [file(key.rsplit("/", 1)[-1], key, head["ContentLength"], head["ETag"])]
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=key)
-    found = asked(lambda: [o for page in pages for o in page.get("Contents", ()) if not o["Key"].endswith("/")], key)
-    if not found:
+        with ask("HEAD", s3.address(bucket, key, endpoint)) as head:
+            found = s3.Object(key, int(head.headers["Content-Length"]), head.headers.get("ETag", ""))
+        return True, [file(found, key.rsplit("/", 1)[-1])]
+    objects = list(s3.listed(bucket, key, endpoint, lambda url: ask("GET", url).read()))
+    if not objects:
         raise UserError(f"There is nothing below s3://{bucket}/{key}.")
-    return False, [file(o["Key"][len(key):], o["Key"], o["Size"], o["ETag"]) for o in found]
+    return False, [file(o, o.key[len(key):]) for o in objects]
 
 
-def _guarded(stream: Iterator[bytes], kinds: tuple[type[Exception], ...] = ()) -> Iterator[bytes]:
+def _guarded(stream: Iterator[bytes]) -> Iterator[bytes]:
     """A stream whose breaking off is an interruption."""
-    broken: tuple[type[Exception], ...] = (*kinds, HTTPException, ConnectionError, TimeoutError)
     try:
         yield from stream
-    except broken as e:
+    except (HTTPException, ConnectionError, TimeoutError) as e:
         raise Interrupted(f"broke off: {_line(e)}") from None
 
 
@@ -207,7 +176,7 @@ class _KeepSecrets(urllib.request.HTTPRedirectHandler):
         return fresh
 
 
-def _open(url: str, method: str, headers: dict[str, str], denied: str) -> Any:
+def _open(url: str, method: str, headers: dict[str, str], denied: str, missing: str = "") -> Any:
     """The answer. Raises UserError for what a second try would not change, else Interrupted."""
     request = urllib.request.Request(url, method=method, headers={"User-Agent": "weir", **headers})
     try:
@@ -216,7 +185,7 @@ def _open(url: str, method: str, headers: dict[str, str], denied: str) -> Any:
         if e.code in (401, 403):
             raise UserError(denied) from None
         if e.code in (404, 410):
-            raise UserError(f"There is no {url} (status {e.code}).") from None
+            raise UserError(missing or f"There is no {url} (status {e.code}).") from None
         raise Interrupted(f"the server answers {e.code}") from None
     except (urllib.error.URLError, HTTPException, OSError) as e:
         raise Interrupted(_line(e)) from None
@@ -236,14 +205,15 @@ def _at(url: str, sha256: str | None) -> File:
 
 def _web(
     url: str, name: str, headers: dict[str, str], denied: str, size: int | None, sha256: str | None, tag: str,
-    resuming: dict[str, str] | None = None,
+    resuming: dict[str, str] | None = None, sign: Callable[[str, str, dict[str, str]], dict[str, str]] = lambda _m, _u, h: h,
 ) -> File:
-    """`headers` go along with every request, `resuming` with one for the rest of a file; `denied` is said for 401 and 403."""
+    """`headers` go along with every request, `resuming` with one for the rest of a file; `denied` is said for 401 and 403;
+    `sign` adds what signs a request."""
     def save(target: Path, count: Count) -> None:
         def chunks(have: int) -> tuple[int, Iterator[bytes]]:
             partly = have and (size is None or have < size)
             rest = {"Range": f"bytes={have}-", **(resuming or {})} if partly else {}
-            answer = _open(url, "GET", {**headers, **rest}, denied)
+            answer = _open(url, "GET", sign("GET", url, {**headers, **rest}), denied)
             return (have if answer.status == 206 else 0), _guarded(iter(lambda: answer.read(CHUNK), b""))
 
         _resumed(target, tag, size, chunks, count)

@@ -47,6 +47,9 @@ def command(
     drain_timeout: Annotated[
         float | None, option(OPERATION, "--drain-timeout", min=0, help="Seconds that SIGTERM gives to requests. Default: 120.")
     ] = None,
+    leave_seconds: Annotated[
+        float, option(OPERATION, "--leave-seconds", min=0, max=300, help="Seconds for which SIGTERM still takes requests.")
+    ] = 0.0,
     slo_ttft: Annotated[float | None, option(OPERATION, "--slo-ttft", help="Objective in seconds. Default: 2.")] = None,
     slo_tpot: Annotated[float | None, option(OPERATION, "--slo-tpot", help="Objective in seconds. Default: 0.08.")] = None,
     state_dir: Annotated[
@@ -80,7 +83,7 @@ def command(
     options = Options(
         slo=slo, body_limit=body_limit, drain_timeout=lambda: _drain_timeout(drain_timeout, boot_file, file),
         initial={k: v for k, v in file.initial.items() if given.get(k) is None}, api_keys=keys,
-        token_file=control_token_file, metrics=not no_metrics, state_dir=state_dir,
+        token_file=control_token_file, metrics=not no_metrics, state_dir=state_dir, leave_seconds=leave_seconds,
     )  # fmt: skip
     addresses = Addresses(host, port, control_host, control_port)
     name = served_model_name or name_of(path)

@@ -111,8 +111,8 @@ class Batch:
         running = [
             Running(
                 0 if row.state is RowState.DECODING else row.left,
-                1 if grows and len(row.tokens) > len(row.blocks) * size else 0,
-                len(row.blocks) + len(row.ring),
+                need := 1 if grows and len(row.tokens) > len(row.blocks) * size else 0,
+                len(row.blocks) + need + len(row.ring),
                 row.computed,
                 row.generated,
                 row.lane,
@@ -135,8 +135,10 @@ class Batch:
             limits=limits,
         )
         if state.short or state.contested:
+            # what the head would share with a row that gives way to it does not become free
+            kept = set(self._adoption(head).shared) if head and not state.short else set()
             running[:] = [
-                ask._replace(frees=cache.freed_by(row.blocks, row.ring))
+                ask._replace(frees=cache.freed_by([block for block in row.blocks if block not in kept], row.ring))
                 for ask, row in zip(running, self.running, strict=True)
             ]  # fmt: skip
         return state, offers
@@ -156,7 +158,7 @@ class Batch:
             full, ring = self.cache.shape.need(row.reach if row.credits else row.final - 1, row.final - 1)
             need = Need(full - len(adoption.shared) + self.cache.full.cold_of(adoption.shared), ring)
             left = 0 if self._resumes(row) else row.left - (0 if row.swapped else adoption.tokens)
-            offers.append(Offer(row, adoption, Waiting(left, need, row.lane, row.passed)))
+            offers.append(Offer(row, adoption, Waiting(left, need, row.lane, row.passed, full + ring)))
             yield offers[-1].ask
 
     @staticmethod

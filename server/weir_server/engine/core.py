@@ -52,6 +52,8 @@ BACKEND_ERROR = "inference backend error"
 DRAINED = "The server is shutting down."
 CHECK_EVERY = 256
 """Steps between two samples of the invariants."""
+MANY = 64
+"""Deadlines of ended requests that are kept beside those of live ones."""
 TRACED = 64
 """Decisions kept for whoever asks why."""
 
@@ -150,6 +152,8 @@ class Engine:
         self.batch.enqueue(rows)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
+            if len(self._deadlines) > 2 * len(self.requests) + MANY:
+                self._deadlines = sorted(d for d in self._deadlines if d[1] in self.requests)
         for row in list(rows):
             if wrong := self._impossible(row):
                 self.release(row, "error", wrong)

@@ -41,8 +41,16 @@ def _app(guard: list[Any], body_limit: int) -> web.Application:
     return app
 
 
+async def _closing(request: web.Request, response: web.StreamResponse) -> None:
+    """Of a server that leaves, every answer is its connection's last."""
+    if request.app[SERVICE].leaving:
+        response.force_close()
+        response.headers["Connection"] = "close"
+
+
 def _with(app: web.Application, service: Service) -> web.Application:
     app[SERVICE] = service
+    app.on_response_prepare.append(_closing)
     app[REGISTRY] = registry_of(service)
     if service.options.metrics:
         app.add_routes(METRICS)

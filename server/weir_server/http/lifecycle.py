@@ -171,9 +171,20 @@ async def _ticks(service: Service) -> NoReturn:
         service.tick()
 
 
+async def _leave(service: Service, signals: Signals) -> None:
+    """Whoever sends traffic here learns only now that we go: for a while everything is served as ever, and each answer closes
+    its connection, so that the next request of that client goes elsewhere."""
+    service.leaving = True
+    if seconds := service.options.leave_seconds:
+        log.info("leaving: requests are taken for another %.0f s", seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.second.wait(), seconds)
+
+
 async def _drained(service: Service, signals: Signals) -> int:
     """After the first signal: until no call is left, or the deadline and what the last writes may take."""
     await signals.first.wait()
+    await _leave(service, signals)
     service.begin_drain()
     assert service.drain_deadline is not None
     left = max(0.0, service.drain_deadline - service.now()) + LAST_WRITES_SECONDS

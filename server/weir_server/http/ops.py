@@ -37,7 +37,7 @@ async def ready(request: web.Request) -> web.Response:
     service = request.app[SERVICE]
     if service.failed is not None:
         return json_response({"ready": False, "reason": "the engine is gone"}, 503)
-    if service.board.draining:
+    if service.leaving or service.board.draining:
         return json_response({"ready": False, "reason": "draining"}, 503)
     return json_response({"ready": True})
 

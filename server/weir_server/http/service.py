@@ -55,6 +55,7 @@ class Options:
     slo: Slo
     body_limit: int = 16 * 1024 * 1024
     drain_timeout: Callable[[], float] = lambda: 120.0  # asked when a drain begins
+    leave_seconds: float = 0.0  # between SIGTERM and the drain: for clients to go elsewhere
     initial: Mapping[str, Any] = field(default_factory=dict)  # knobs in force at start instead of the engine's own
     api_keys: tuple[bytes, ...] = ()
     token_file: str | None = None
@@ -73,6 +74,7 @@ class Service:
     now: Callable[[], float] = time.monotonic
     started: datetime = field(default_factory=lambda: datetime.now(UTC))
     failed: str | None = None  # why the engine is gone
+    leaving: bool = False  # every answer closes its connection, and /ready says so
 
     def __post_init__(self) -> None:
         r = self.ready

@@ -19,25 +19,29 @@ PASSES = 8
 
 
 class StepTokens:
-    """What a step still has: `left` tokens in all, of which `chunk` may be prompt tokens, in so many pieces.
+    """What a step still has: `left` tokens in all, of which `chunk` may be prompt tokens, in so many pieces; and `pages`.
 
-    With chunking off a prompt is split only if it comes first and is longer than the step.
+    Whoever comes first may read more pages than a step should. With chunking off a prompt is split only if it comes first and
+    is longer than the step.
     """
 
     def __init__(self, limits: Limits, decoding: bool) -> None:
         self.left, self.chunk = limits.tokens, limits.prefill_tokens(decoding)
         self.whole, self.most_prompts, self.padded = limits.chunk == 0, limits.prompts, limits.padded_tokens
         self.prompts = self.longest = self.prompt_tokens = 0
+        self.pages, self.first = limits.pages, True
 
-    def decode(self, reserved: int = 0) -> int:
-        """The token of a decoding row; 0 if there is none left but the reserved ones."""
-        if self.left <= reserved:
+    def decode(self, pages: int, reserved: int = 0) -> int:
+        """The token of a decoding row that reads `pages`; 0 if there is none left but the reserved ones."""
+        if self.left <= reserved or not (self.first or pages <= self.pages):
             return 0
-        self.left -= 1
+        self.left, self.pages, self.first = self.left - 1, self.pages - pages, False
         return 1
 
-    def prompt(self, wanted: int) -> int:
+    def prompt(self, wanted: int, pages: int) -> int:
         """Tokens of a prompt of which `wanted` are missing; 0 if it has to wait for another step."""
+        if not (self.first or pages <= self.pages):
+            return 0
         tokens = min(wanted, self.chunk, self.left)
         longest = max(self.longest, tokens)
         if self.prompts and (
@@ -47,6 +51,7 @@ class StepTokens:
         ):
             return 0
         if tokens:
+            self.pages, self.first = self.pages - pages, False
             self.prompts, self.longest = self.prompts + 1, longest
             self.left, self.chunk, self.prompt_tokens = self.left - tokens, self.chunk - tokens, self.prompt_tokens + tokens
         return tokens
@@ -72,7 +77,7 @@ def admit(
                 bound, queued = "kv", min(queued, place + 1 + PASSES)
             passes = min(passes, PASSES - row.passed)
             continue
-        if not (tokens := step.prompt(row.left) if row.left else step.decode()):
+        if not (tokens := step.prompt(row.left, row.pages) if row.left else step.decode(row.pages)):
             return tuple(admitted), bound or "prefill"
         admitted.append((place, tokens))
         room = left

@@ -29,6 +29,7 @@ class Waiting(NamedTuple):
     need: Need  # blocks that its admission takes from what is free
     lane: int = 1
     passed: int = 0  # rows that were admitted past it
+    pages: int = 0  # blocks that it reads
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,13 +37,10 @@ def decide(state: State) -> StepPlan:
     share = 0 if limits.prefill_first else min(parked, step.chunk, max(1, limits.tokens // 2))
     reserved = share if 0 < limits.grant <= state.starved else 0
     take = [0] * len(state.running)
-    pages, first = limits.pages, True
     for prompts in (True, False) if limits.prefill_first else (False, True):
         for i, row in rows:
-            if bool(row.left) is prompts and (first or row.pages <= pages):
-                take[i] = step.prompt(row.left) if prompts else step.decode(reserved)
-                if take[i]:
-                    pages, first = pages - row.pages, False
+            if bool(row.left) is prompts:
+                take[i] = step.prompt(row.left, row.pages) if prompts else step.decode(row.pages, reserved)
 
     if cause != "kv":
         room, keep = room_beside(state, gone), margin(state, gone)

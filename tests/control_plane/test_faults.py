@@ -1,0 +1,108 @@
+"""What happens around an operator: its definition goes and comes back, the API server stands still, somebody writes on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+
+from control_plane_kit import ROOT, Cluster, Operator, child, condition, make_ready, resource, settled, wait
+
+CRD = "inferencedeployments.weir.dev"
+
+
+def answer(operator: Operator, where: str) -> tuple[int, str]:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{operator.port}/{where}", timeout=5) as found:
+            return int(found.status), found.read().decode()
+    except urllib.error.HTTPError as e:
+        return e.code, e.read().decode()
+
+
+def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
+    change = json.dumps({"spec": {"slo": {"ttft": f"{seconds}s"}}})
+    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", change)
+
+
+def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
+    return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]
+
+
+def install(cluster: Cluster) -> None:
+    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
+
+
+def test_the_definition_comes_after_the_operator_goes_and_comes_back(cluster: Cluster, namespace: str) -> None:
+    """Cluster-wide: the watches follow definitions there."""
+    cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
+    operator = Operator(cluster, namespace)
+    try:
+        operator.start(scope=False)
+        said = wait(lambda: (a := answer(operator, "readyz"))[0] == 503 and CRD in a[1] and a[1], why="it says what is missing")
+        assert "is not installed" in said
+        assert answer(operator, "healthz")[0] == 200, "and that is no reason to be restarted"
+        for turn in range(2):
+            install(cluster)
+            cluster.apply(resource(), namespace)
+            wait(lambda: child(cluster, namespace, "deployment"), 60, f"it is reconciled, turn {turn}")
+            wait(lambda: answer(operator, "readyz")[0] == 200, 60)
+            if turn == 0:
+                cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
+                wait(lambda: not child(cluster, namespace, "deployment"), 60, "the resource and its children are gone")
+    finally:
+        install(cluster)
+        assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
+def test_an_api_server_that_stands_still_and_comes_back(cluster: Cluster, namespace: str) -> None:
+    operator = Operator(cluster, namespace).start()
+    cluster.apply(resource(), namespace)
+    make_ready(cluster, namespace)
+    wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True")
+    server = next(p for p in cluster.processes if "kube-apiserver" in str(p.args))
+    server.send_signal(signal.SIGSTOP)
+    try:
+        wait(lambda: operator.metric("weir_operator_leader") == 0, 60, "what it cannot renew it does not hold")
+    finally:
+        server.send_signal(signal.SIGCONT)
+    wait(lambda: operator.metric("weir_operator_leader") == 1, 60, "it leads again")
+    edit(cluster, namespace, 6)
+    wait(lambda: acted(cluster, namespace, 6), 60)
+    assert condition(cluster, namespace, "Ready")["status"] == "True"
+    assert operator.process and operator.process.poll() is None
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
+def test_somebody_who_writes_all_the_time_does_not_keep_us_from_our_work(cluster: Cluster, namespace: str) -> None:
+    operator = Operator(cluster, namespace).start()
+    cluster.apply(resource(), namespace)
+    settled(cluster, operator, namespace)
+    stop = threading.Event()
+
+    def storm() -> None:
+        i = 0
+        while not stop.is_set():
+            i += 1
+            for kind, name in (("deployment", "chat"), ("configmap", "chat-boot"), ("infd", "chat")):
+                cluster.kubectl("annotate", kind, name, "-n", namespace, f"storm={i}", "--overwrite", check=False)
+
+    threads = [threading.Thread(target=storm) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for seconds in (3, 4, 5):
+            edit(cluster, namespace, seconds)
+            wait(lambda: acted(cluster, namespace, seconds), 60, "our change arrives all the same")  # noqa: B023
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    cluster.quiet(operator, namespace)
+    assert "storm" in cluster.get("deployment", "chat", namespace)["metadata"]["annotations"], "and theirs stays"
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
