@@ -108,11 +108,12 @@ def _extract(
 
     A filter is a least weight: weights are relative to the best token's 1, and what ties with the least is kept.
     """
-    weights = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_()
+    weights, best = ((logits - logits.amax(-1, keepdim=True)) / temperature).exp_(), None
     if 0 < top_k < weights.shape[-1]:
-        weights = _at_least(weights, weights.topk(top_k).values[:, -1:])
+        best = weights.topk(top_k).values
+        weights = _at_least(weights, best[:, -1:])
     if top_p < 1.0:
-        weights = _at_least(weights, _nucleus(weights, top_p))
+        weights = _at_least(weights, _nucleus(weights, top_p, best))
     if min_p > 0.0:
         weights = _at_least(weights, torch.tensor(min_p))
     cumulative = weights.cumsum(-1, dtype=torch.float64)
@@ -125,18 +126,20 @@ def _at_least(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
     return weights.masked_fill(weights < least, 0.0)
 
 
-def _nucleus(weights: torch.Tensor, top_p: float) -> torch.Tensor:
+def _nucleus(weights: torch.Tensor, top_p: float, best: torch.Tensor | None) -> torch.Tensor:
     """The least weight [rows, 1] in the smallest set of best tokens whose share reaches `top_p` (arXiv 1904.09751).
 
-    Totals are the ends of running sums: unlike a sum, those add in the same order however many rows there are.
+    `best`: the weights that there are, in order, where another filter has sorted them (of its last, others may tie). Totals
+    are the ends of running sums: unlike a sum, those add in the same order however many rows there are.
     """
     wanted, vocab = top_p * weights.cumsum(-1, dtype=torch.float64)[:, -1:], weights.shape[-1]
-    for count in (*(cut for cut in _CUTS if cut < vocab), vocab):
-        best = weights.topk(count).values
-        short = (best.cumsum(-1, dtype=torch.float64) < wanted).sum(-1, keepdim=True)
-        if int(short.max()) < count:
+    cuts = [cut for cut in (*_CUTS, vocab) if cut <= vocab] if best is None else [best.shape[-1]]
+    for cut in cuts:
+        sorted_ = weights.topk(cut).values if best is None else best
+        short = (sorted_.cumsum(-1, dtype=torch.float64) < wanted).sum(-1, keepdim=True)
+        if int(short.max()) < cut:
             break
-    return best.gather(-1, short.clamp(max=vocab - 1))
+    return sorted_.gather(-1, short.clamp(max=cut - 1))
 
 
 def logprobs_of(logits: torch.Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprobs]:
