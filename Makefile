@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test lint types floors generate e2e goldens engine-parity fuzz experiments clean
+.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity fuzz experiments clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -40,6 +40,13 @@ test: $(VENV)/.dev  ## every test that this machine can run
 
 e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (40 minutes, on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/cluster
+
+eval-tuner: $(VENV)/.dev  ## the tuner against defaults, statics and other laws (hours; goes on where it was; EVAL=--short, TRACES=folder)
+	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.eval_tuner $(EVAL) $(if $(TRACES),--traces $(TRACES))
+law-plants: $(VENV)/.dev  ## the law on 100,000 random plants (O4)
+	$(BIN)/python tests/unit/law_plants.py --count 100000
+law-fuzz: $(VENV)/.dev  ## ten minutes of search for the load that the law does worst under
+	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.worst_loads
 
 FUZZ_STEPS ?= 1000000
 fuzz: $(VENV)/.dev  ## random walks of the engine against an oracle, a million steps (minutes; FUZZ_STEPS, FUZZ_SEED)

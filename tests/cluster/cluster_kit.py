@@ -61,7 +61,7 @@ def helm_values(**values: str) -> list[str]:
     """A tick of 10 s and leases of 15 s: the loop in a form that fits into a test."""
     repository, _, tag = OPERATOR_IMAGE.rpartition(":")
     settings = {
-        "image.repository": repository, "image.tag": tag, "serverImage": SERVER_IMAGE,
+        "image.repository": repository, "image.tag": tag, "serverImage": SERVER_IMAGE, "test.serverImage": SERVER_IMAGE,
         "tuner.tickSeconds": "10", "tuner.pollSeconds": "2", "tuner.leaseSeconds": "15", **values,
     }
     return [f"--set={name}={value}" for name, value in settings.items()]

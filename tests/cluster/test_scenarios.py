@@ -111,3 +111,14 @@ async def test_an_upgrade_of_the_chart_restarts_no_pod_that_serves(release: str,
 
         await eventually(steered, "the new operator steers the old pod", 120)
         assert deployment.pod()["metadata"]["uid"] == pod
+
+
+async def test_helm_test_serves_one_completion_and_leaves_nothing(release: str) -> None:
+    said = run("helm", "test", release, "-n", SYSTEM, "--logs", "--timeout=300s", seconds=330)
+    assert "a completion from http://" in said, said
+
+    def gone() -> bool:
+        names = [o["metadata"]["name"] for kind in ("infd", "pods") for o in get(kind, "-n", SYSTEM)["items"]]
+        return not [name for name in names if name.endswith("-test")]
+
+    await eventually(gone, "what helm test made is gone")

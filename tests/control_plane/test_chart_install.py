@@ -149,6 +149,7 @@ COMBINATIONS = {
     "monitoring by service": "metrics.serviceMonitor.enabled=true,metrics.serverPodMonitor.enabled=true,"
                              "metrics.prometheusRule.enabled=true,metrics.prometheusRule.labels.release=prom",
     "monitoring by pod": "metrics.service.enabled=false,metrics.podMonitor.enabled=true",
+    "dual stack": "metrics.service.ipFamilyPolicy=PreferDualStack",
     "dashboards": "metrics.dashboards.enabled=true,metrics.dashboards.annotations.grafana_folder=Weir",
     "network policy": "networkPolicy.enabled=true,networkPolicy.apiServer.cidrs={10.0.0.1/32}",
     "any user": "podSecurityContext.runAsUser=null,podSecurityContext.runAsGroup=null",

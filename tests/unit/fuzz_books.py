@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from fuzz_runner import AuditRunner, Key
-from weir_server.kv.cache import Cache
 
 from weir_server.contract import FULL, SLIDING, Geometry, Knobs
 from weir_server.engine.core import Engine, EngineConfig
 from weir_server.engine.rows import Row
+from weir_server.kv.cache import Cache
 from weir_server.policy.limits import Limits
 
 if TYPE_CHECKING:

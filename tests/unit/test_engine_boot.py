@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from weir_server.contract import Plant
+from weir_server.contract import FULL, SLIDING, Geometry, Plant
 from weir_server.engine.child import plan_boot
 from weir_server.engine.memory import cgroup_limit, memory_used
 from weir_server.engine.plant import measure, solve
-from weir_server.exec.interface import RowResult
+from weir_server.exec.interface import RowResult, RowWork
 from weir_server.exec.null import NullModel, NullRunner
 from weir_server.kv.shape import Shape
 from weir_server.kv.sizing import HEADROOM, Machine, SizingError, Wish, parse_quantity, size_pool
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
+from weir_server.policy.limits import PRESSURE, Limits
 
 BLOCK = 737_280
 GIB = 1 << 30
@@ -166,6 +168,54 @@ def test_without_a_budget_there_is_no_knob_and_no_watermark() -> None:
     assert plan.envelope.kv_cache_budget is None and plan.config.num_chunks == 2002
 
 
+def test_without_batching_there_is_one_slot_with_the_whole_context() -> None:
+    plan = plan_boot(boot(max_batch_size=8, batching=False, context_per_slot=4096), NullModel(16), 0)
+    assert plan.envelope.max_batch_size == (1, 1) and plan.knobs.max_batch_size == 1
+    assert plan.config.context_per_slot == 4096 and plan.knobs.kv_cache_budget == 2 * 4096 * 256
+
+
+def test_the_envelope_has_no_more_rows_than_a_step_has_tokens() -> None:
+    """Or a decoding row might sit out for ever."""
+    assert plan_boot(boot(max_batch_tokens=16), NullModel(16), 0).envelope.max_batch_size == (1, 16)
+    with pytest.raises(UserError, match="--max-batch-size 8 is above --max-batch-tokens 4"):
+        plan_boot(boot(max_batch_size=8, max_batch_tokens=4), NullModel(16), 0)
+
+
+def test_what_the_scheduler_is_told_at_boot() -> None:
+    limits = plan_boot(boot(), NullModel(16), 0).config.limits
+    assert (limits.prefill_first, limits.prompts, limits.padded_tokens) == (False, 4, 4096)
+    assert (limits.slot_victims, limits.pressure) == (None, PRESSURE)
+    limits = plan_boot(
+        boot(scheduler="prefill_first", max_batch_prefill=2, max_batch_prefill_tokens=0, pressure_policy="newest_stalled",
+             enable_preemption=True, preemption_policy="lowest-priority"), NullModel(16), 0,
+    ).config.limits  # fmt: skip
+    assert (limits.prefill_first, limits.prompts, limits.padded_tokens) == (True, 2, 0)
+    assert (limits.slot_victims, limits.pressure) == ("lowest-priority", "newest_stalled")
+
+
+@pytest.mark.parametrize(("chunk", "padded"), [(None, 4096), (64, 512), (2048, 4096), (0, 4096)])
+def test_the_padded_cap_is_derived_from_the_chunk(chunk: int | None, padded: int) -> None:
+    assert Limits(9000, chunk=chunk).padded_tokens == padded
+
+
+def test_the_swap_pool_is_taken_off_the_memory_and_printed() -> None:
+    plain = size_pool(machine(2 * GIB), wish(), BLOCK, ONE)
+    swap = size_pool(machine(2 * GIB), wish(swap_bytes=100 << 20), BLOCK, ONE)
+    assert plain.swap_chunks == 0 and swap.swap_chunks == (100 << 20) // BLOCK + 2
+    assert plain.num_chunks - swap.num_chunks == pytest.approx(swap.swap_chunks - 2, abs=1)
+    assert "swap pool 100 MiB" in swap.lines[1] and any(line.startswith("swap pool: 142 chunks") for line in swap.lines)
+    with pytest.raises(SizingError, match="--cpu-offload-space of 1000 bytes is less than one chunk"):
+        size_pool(machine(2 * GIB), wish(swap_bytes=1000), BLOCK, ONE)
+
+
+def test_a_hybrid_is_sized_for_the_widest_scatter_of_one_full_context() -> None:
+    shape = Shape(16, full_per_chunk=5, ring_per_chunk=1, window=512, piece=512)
+    sizing = size_pool(machine(16 * GIB), wish(context=8000, slots=1), BLOCK, shape)
+    slot = 8000 // 16 // 5 + 64
+    assert sizing.budget == 2 * slot * BLOCK and sizing.budget_range == (slot * BLOCK, 2 * slot * BLOCK)
+    assert size_pool(machine(16 * GIB), wish(num_blocks=1000, context=8000), BLOCK, shape).num_chunks == 1000 // 5 + 1000 + 2
+
+
 # ---------------------------------------------------------------- the plant
 
 class TimedRunner(NullRunner):
@@ -196,6 +246,24 @@ def test_the_measured_plant_is_the_runners_own(usable: int, rows: int) -> None:
     for name in "abcp":
         assert getattr(plant, name) == pytest.approx(getattr(runner.plant, name), rel=1e-6), name
     assert plant.prefill_tokens == 64 and len(steps) == 4 and runner.now < 2.5 and runner.released
+
+
+@pytest.mark.parametrize("types", [{SLIDING: 1}, {FULL: 5, SLIDING: 1}])
+@pytest.mark.parametrize("usable", [4096, 50, 3])
+def test_a_plant_with_rings_is_measured_within_its_pool(types: dict[str, int], usable: int) -> None:
+    chunks: dict[str, set[int]] = {FULL: set(), SLIDING: set()}
+
+    class Watched(NullRunner):
+        def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
+            for row in rows:
+                assert row.ring and bool(row.blocks) is (FULL in types)
+                chunks[FULL] |= {block // types[FULL] for block in row.blocks}
+                chunks[SLIDING] |= {block // types[SLIDING] for block in row.ring}
+            return super().execute(rows)
+
+    measure(Watched(Geometry(4096, 16, types), window=100), usable=usable, context=8192, max_rows=8, prefill_tokens=64)
+    assert chunks[SLIDING] and not chunks[FULL] & chunks[SLIDING]
+    assert all(2 <= chunk < usable + 2 for chunk in chunks[FULL] | chunks[SLIDING])
 
 
 @pytest.mark.parametrize(("usable", "rows"), [(1, 64), (2, 64), (3, 8), (4096, 1)])

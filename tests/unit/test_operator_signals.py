@@ -6,8 +6,12 @@ import asyncio
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,6 +146,17 @@ def test_a_traceback_is_one_value_of_its_line() -> None:
             log.exception("failed", extra={"changes": {"a": object()}})
 
     assert line(fail)["error"].endswith("ValueError: no")
+
+
+@pytest.mark.parametrize("style", ["json", "text"])
+def test_an_operator_that_cannot_begin_says_why_in_its_last_line(style: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "weir_operator", "run", f"--log-format={style}"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+    said = done.stderr.splitlines()  # before its own line the client may warn of the kubeconfig
+    assert done.returncode == 2 and "no cluster" in said[-1] and "Traceback" not in done.stderr
+    if style == "json":
+        assert [json.loads(line) for line in said][-1]["event"] == "ended"
 
 
 # ------------------------------------------------------------------------------------------------ which changes are news

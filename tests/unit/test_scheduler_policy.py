@@ -142,8 +142,54 @@ def test_victims_are_those_who_lose_least_then_the_newest_never_the_oldest() -> 
     assert victims(rows, room=-100) == (3, 2, 1)
 
 
+def test_what_a_victim_needed_itself_counts_as_freed() -> None:
+    assert victims([decoding(1, 50), decoding(1, 9), decoding(1, 9, 4)], room=1) == (2,)
+    assert victims([decoding(1, 50), decoding(1, 8), decoding(1, 9)], room=2) == (1,)
+
+
 def test_a_victim_that_frees_nothing_is_spared() -> None:
     assert victims([decoding(1, 50), decoding(0, 1, 0), decoding(0, 9, 2)], room=0) == (2,)
+
+
+def test_newest_stalled_takes_the_fewest_of_the_newest_that_were_denied() -> None:
+    rows = [decoding(1, 5, 3), decoding(0, 50, 3), decoding(1, 1, 3), decoding(1, 90, 3), decoding(1, 80, 3)]
+    assert victims(rows, 3, "newest_stalled") == (4,)
+    assert victims(rows, 0, "newest_stalled") == (4,), "its three blocks and its own need are enough for all"
+    assert victims(rows, -1, "newest_stalled") == (4, 3)
+    assert victims(rows, -99, "newest_stalled") == (4, 3, 2, 1), "the stalled first; the oldest never"
+    assert victims([decoding(1, 5), decoding(0, 9, 2), decoding(0, 1, 2)], 0, "newest_stalled") == (2,), "for the oldest alone"
+
+
+LONGEST = Limits(1000, slot_victims="longest-first")
+
+
+def test_only_strictly_lower_lanes_make_way_lowest_first_then_by_progress_and_the_oldest_stays() -> None:
+    rows = [decoding(0, 1, 9, lane=2), decoding(0, 1, 9, lane=1), decoding(0, 9, 4, lane=2), decoding(0, 5, 4, lane=2)]
+    rows.append(decoding(0, 1, 9, lane=0))
+
+    def gone(need: int, **more: object) -> tuple[int, ...]:
+        plan = decide(state(rows, [Waiting(8, need, lane=0), Waiting(8, 1, lane=0)], free=10, **more))
+        assert plan.cause == ("priority" if plan.preempt else None)
+        return plan.preempt
+
+    assert gone(10) == () and gone(14) == (3,) and gone(18) == (3, 2) and gone(27) == (3, 2, 1)
+    assert gone(28) == (), "the oldest and the equal stay, and then nobody leaves for nothing"
+    assert gone(18, limits=Limits(1000, pressure="newest_stalled")) == (3, 2)
+    assert gone(14, limits=Limits(1000, pressure="newest_stalled"), watermark=0.04) == (3, 2), "the watermark is kept"
+
+
+def test_a_slot_is_taken_from_the_longest_or_from_the_lowest_lane_and_the_head_alone_joins() -> None:
+    rows = [decoding(0, 1, 1, lane=lane, generated=n) for lane, n in ((1, 9), (2, 5), (2, 7))]
+    head = [Waiting(8, 3, lane=0), Waiting(8, 1, lane=0)]
+    plan = decide(state(rows, head, rows=3, limits=LONGEST))
+    assert (plan.preempt, plan.cause, plan.admit, plan.bound) == ((0,), "slots", ((0, 8),), "slots")
+    lowest = Limits(1000, slot_victims="lowest-priority")
+    assert decide(state(rows, head, rows=3, limits=lowest)).preempt == (2,)
+    assert decide(state(rows, head, rows=3)).preempt == (), "off by default"
+    assert decide(state(rows, head, rows=2, limits=LONGEST)).bound == "drain", "a lowered batch drains first"
+    assert decide(state(rows, [Waiting(8, 3, lane=1)], rows=3, limits=LONGEST)).preempt == (2,), "strictly lower"
+    assert decide(state(rows, head, rows=3, free=1, limits=LONGEST)).preempt == (0, 2), "and memory with it"
+    assert decide(state(rows[:1], head, rows=1, free=-9, limits=LONGEST)).preempt == (0,), "who runs alone is asked nothing"
 
 
 def test_a_step_that_preempts_admits_nobody() -> None:

@@ -155,7 +155,7 @@ def test_no_traffic_is_no_mix():
 
 def test_two_odd_ticks_on_one_side_are_a_shift_and_one_is_not():
     chat, documents = seen_mix(prompt=64), seen_mix(prompt=2000)
-    once, shifted = mix.smooth(replace(chat, ticks=20), documents, 40)
+    once, shifted = mix.smooth(replace(chat, ticks=20, rows=400), documents, 40)
     assert not shifted and once.prefill < 0.2 * documents.prefill
     twice, shifted = mix.smooth(once, documents, 40)
     assert shifted and twice.prefill == documents.prefill

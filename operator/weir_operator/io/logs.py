@@ -14,7 +14,10 @@ from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 KEYS = {
-    "event": "What happened: `decision`, `retry`, `leading`, `lease-trouble`, `lease-released`, `resync-failed`, `event-lost`.",
+    "event": (
+        "What happened: `decision`, `retry`, `leading`, `lease-trouble`, `lease-released`, `resync-failed`, `event-lost`, "
+        "`ended` (it gave up, exit status 2)."
+    ),
     "resource": "The InferenceDeployment, as namespace/name.",
     "pod": "The pod that a decision is about.",
     "rule": "The rule of the law that decided.",

@@ -13,12 +13,13 @@ from weir_operator.api.quantity import parse_bytes, parse_duration
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.observed import TuningReport
-from weir_operator.tuner.types import Outcome, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.types import Learned, Outcome, PodView, Poll, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import STALE_POLLS
 from weir_server.contract import Knobs, Window
 
 HISTORY_LENGTH = 20
 MAX_PODS = 50
+MAX_CEILINGS = 32
 MAX_STATUS_BYTES = 32 * 1024
 OTHER_BYTES = 8 * 1024
 """Of the status, for what is not status.tuning: the conditions above all."""
@@ -164,6 +165,12 @@ def report(
         status["slo"] = f"{percent}%"
     if effective:
         status["knobs"] = knobs_status(next(iter(effective.values())))
+    if state.learned:
+        status["learned"] = [_learned_status(entry) for entry in state.learned]
+    now = max((pod.polls[-1].at for pod in pods.values() if pod.polls), default=math.inf)
+    under = sorted((name, p.ceiling) for name, p in state.pods.items() if p.ceiling is not None and now < p.ceiling_until)
+    if under:
+        status["ceilings"] = [{"pod": name, "maxBatchSize": batch - 1} for name, batch in under[:MAX_CEILINGS]]
     status["state"] = _bounded(state, MAX_STATUS_BYTES - OTHER_BYTES - len(json.dumps(status)))
     quiet = {name: why for name, why in silent.items() if name in ready}
     said = (record for name, record in outcomes.items() if name in ready)
@@ -173,6 +180,15 @@ def report(
         refusing=refused_lately(pods.values()), outcome=worst.outcome if worst else None, reason=worst.reason if worst else "",
         drift=drift, other_contract=other_contract,
     )
+
+
+def _learned_status(entry: Learned) -> dict[str, Any]:
+    """Without its time and in two digits: what hardly changed is not worth a write."""
+    return {
+        "pods": entry.pod_class, "maxBatchSize": entry.batch, "maxQueueDepth": entry.depth,
+        "rowsPerSecond": _short(entry.capacity, 2),
+        "workload": {"output": _short(entry.output, 1), "prefillPerToken": _short(entry.prefill, 1)},
+    }
 
 
 def _pod_status(name: str, knobs: Knobs, record: Record | None) -> dict[str, Any]:

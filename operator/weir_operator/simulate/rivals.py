@@ -50,10 +50,11 @@ def _look(view: PodView, spec: TunerSpec) -> _Seen | None:
     batch, waits = windows[-1].target.max_batch_size, span.head_wait
     slots = waits.get("slots", 0.0)
     binding = (span.mean_running >= 0.85 * batch or slots > 0.2 * span.seconds) and waits.get("kv", 0.0) <= slots
-    return _Seen(windows[-1], span, _percentile(counts, 0.95), binding)
+    return _Seen(windows[-1], span, percentile(counts, 0.95), binding)
 
 
-def _percentile(counts: Sequence[int], share: float) -> float:
+def percentile(counts: Sequence[int], share: float) -> float:
+    """Upper edge of the bucket that holds it; infinite for an empty histogram."""
     left = share * sum(counts)
     for i, n in enumerate(counts):
         left -= n
@@ -129,7 +130,7 @@ def _little(seen: _Seen, spec: TunerSpec, memory: dict[str, float]) -> dict[str,
     rate = seen.span.total("admitted") / seen.span.seconds
     memory["rate"] = 0.3 * rate + 0.7 * memory.get("rate", rate)
     counts = seen.span.histogram("prefill_seconds")
-    prefill = _percentile(counts, 0.5) if sum(counts) else 0.0
+    prefill = percentile(counts, 0.5) if sum(counts) else 0.0
     depth = seen.window.target.max_queue_depth
     wanted = max(LEAST_DEPTH, math.ceil(memory["rate"] * (LITTLE_SHARE * (spec.ttft or 0.0) - prefill)))
     if 0.8 * depth <= wanted <= 1.25 * depth:

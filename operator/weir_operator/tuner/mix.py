@@ -1,7 +1,9 @@
 """The traffic, smoothed: what is offered, how long rows are, what prefill and context they bring.
 
-Smoothing keeps 0.9 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its
-mean, on the same side, for two ticks: then the means start again from the last tick. An idle tick changes nothing.
+Lengths and ρ are means over rows, of which each tick keeps 0.9: a tick with few rows says little of them. λ is a mean over time
+and keeps 0.8 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its mean,
+on the same side, for two ticks, ρ also further from it than ticks of this workload scatter: then the means start again from the
+last tick. An idle tick changes nothing.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from weir_operator.tuner.types import Learned, Mix
 from weir_operator.tuner.window import Span, begun
 from weir_server.contract import Window
 
-KEEP = 0.9
+KEEP, KEEP_RATE = 0.9, 0.8
 LOW, HIGH = 0.6, 1.6
 SHIFT_TICKS = 2
 MIN_RATE_ROWS = 20  # a tick with fewer rows says too little of λ to call it a shift
+SCATTER, SCATTER_TICKS = 2.0, 4  # standard deviations of single ticks; from so many ticks on they are known
 OVERDISPERSED = 1.6  # variance ÷ mean of arrivals per poll; Poisson has 1
 MIN_BINS = 12
 QUANTILES = 6
@@ -46,19 +49,26 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
     """The mix after one more tick that brought `rows`, and whether it shifted: one odd tick is enough where it looks like a
     workload that is known."""
     if seen is None or mix is None:
-        return (seen or mix), False
-    side = _side(seen.prefill, mix.prefill) or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
+        return (replace(seen, rows=rows) if seen else mix), False
+    side = _side(seen.prefill, mix.prefill) if _beyond_scatter(seen, mix) else 0
+    side = side or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
     odd = side * (abs(mix.odd_ticks) + 1 if side * mix.odd_ticks > 0 else 1) if side else 0
     if abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
-        return seen, True
-    ticks = mix.ticks + 1
-    new = max(1.0 - KEEP, 1.0 / ticks)
-    mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("offered", "output", "prefill", "context")}
-    variances = {
+        return replace(seen, rows=rows), True
+    ticks, kept = mix.ticks + 1, KEEP * mix.rows
+    new, late = rows / (kept + rows) if rows > 0 else 0.0, max(1.0 - KEEP_RATE, 1.0 / ticks)
+    mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("output", "prefill", "context")}
+    mean["offered"] = (1 - late) * mix.offered + late * seen.offered
+    variances = {} if odd else {  # what may be another workload says nothing of how this one scatters
         f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * (getattr(seen, k) - getattr(mix, k)) ** 2)
         for k in ("output", "prefill")
     }
-    return replace(mix, ticks=ticks, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
+    return replace(mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
+
+
+def _beyond_scatter(seen: Mix, mix: Mix) -> bool:
+    """Prompts of very different lengths, a few in a tick, make ρ jump about without any shift."""
+    return mix.ticks < SCATTER_TICKS or abs(seen.prefill - mix.prefill) > SCATTER * math.sqrt(mix.prefill_variance)
 
 
 def _recognised(seen: Mix, mix: Mix, learned: Sequence[Learned]) -> bool:

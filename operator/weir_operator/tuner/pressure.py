@@ -57,9 +57,9 @@ def _memory_full(case: Case) -> Step | None:
 
 
 def with_ceiling(case: Case, batch: int) -> PodState:
-    """Remember for a while, longer each time, that this batch failed."""
+    """Remember for a while, longer each time, that this batch failed. A lower one is the same cliff, met closer."""
     state = case.state
-    times = state.ceiling_times + 1 if state.ceiling is not None and batch >= state.ceiling else 1
+    times = state.ceiling_times + 1
     seconds = min(CEILING_LONGEST, CEILING_SECONDS * 2.0 ** (times - 1))
     return replace(state, ceiling=batch, ceiling_until=case.now + seconds, ceiling_times=times)
 

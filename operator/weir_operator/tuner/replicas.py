@@ -56,9 +56,11 @@ class ReplicaSpec:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """`wanted`: (operator's clock, n*) of the ticks within the stabilisation. `short_since`: fewer answer than asked for."""
+    """Times are the operator's clock. `looked`: when an obvious deficit was last looked for. `wanted`: (time, n*) of the ticks
+    within the stabilisation. `short_since`: fewer answer than asked for."""
 
     next_tick: float | None = None
+    looked: float = 0.0
     wanted: tuple[tuple[float, int], ...] = ()
     out_ticks: int = 0
     short_since: float | None = None
@@ -88,17 +90,21 @@ def decide_replicas(
     state: ReplicaState, pods: Mapping[str, PodView], tuner: TunerState, spec: TunerSpec, replicas: ReplicaSpec, desired: int,
     now: float,
 ) -> ReplicaDecision:
-    """`desired`: how many were asked for until now. Call it at every poll; it acts at its own ticks."""
+    """`desired`: how many were asked for until now. Call it at every poll: it looks at the tuner's ticks, acts at its own."""
     desired = min(max(desired, replicas.least), replicas.most)
     tick = max(LEAST_TICK, SLOWER * spec.tick_seconds)
     answering = {n: v for n, v in pods.items() if fresh(v.polls, now, spec.poll_seconds)}
     since = None if len(answering) >= desired else state.short_since if state.short_since is not None else now
     state = replace(state, short_since=since)
-    if state.next_tick is None or state.next_tick > now + tick:
-        return ReplicaDecision(replace(state, next_tick=now + tick), desired)
+    due = state.next_tick
+    if due is None or due > now + tick:
+        return ReplicaDecision(replace(state, next_tick=now + tick, looked=now), desired)
+    if now < due and now - state.looked < spec.tick_seconds:
+        return ReplicaDecision(state, desired)
+    state = replace(state, looked=now)
     offered, capacity = _offered(answering, tick), _capacity(answering, tuner, spec)
     obvious = bool(offered and capacity and offered > OBVIOUS * capacity * desired and desired < replicas.most)
-    if now < state.next_tick and not obvious:
+    if now < due and not obvious:
         return ReplicaDecision(state, desired)
     state = replace(state, next_tick=now + tick)
     known = ReplicaDecision(state, desired, Scaling.UNKNOWN, "", offered, capacity)

@@ -110,6 +110,7 @@ class Mix:
     prefill: float  # ρ: prefilled tokens (uncached and recomputed) per generated token
     context: float  # context tokens read per decoding row and step
     ticks: int = 1  # how many are in the means
+    rows: float = 0.0  # how many are in the means of O, ρ and context
     output_variance: float = 0.0  # of one tick's O and ρ about their means
     prefill_variance: float = 0.0
     odd_ticks: int = 0  # ticks in a row that lay far from the means, signed by the side

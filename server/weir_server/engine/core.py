@@ -52,6 +52,8 @@ BACKEND_ERROR = "inference backend error"
 DRAINED = "The server is shutting down."
 CHECK_EVERY = 256
 """Steps between two samples of the invariants."""
+MANY = 64
+"""Deadlines of ended requests that are kept beside those of live ones."""
 TRACED = 64
 """Decisions kept for whoever asks why."""
 
@@ -150,6 +152,8 @@ class Engine:
         self.batch.enqueue(rows)
         if request.deadline is not None:
             heappush(self._deadlines, (request.deadline, request.id))
+            if len(self._deadlines) > 2 * len(self.requests) + MANY:
+                self._deadlines = sorted(d for d in self._deadlines if d[1] in self.requests)
         for row in list(rows):
             if wrong := self._impossible(row):
                 self.release(row, "error", wrong)
@@ -352,7 +356,7 @@ class Engine:
             stats.prefix_evictions, stats.adopted_evictions = cache.prefix.evictions, cache.prefix.adopted_evictions
         if swap:
             stats.swap_used_bytes, stats.swap_bytes = swap.used_bytes, swap.pool.usable * swap.pool.chunk_bytes
-        stats.kv_stranded_bytes = cache.stranded_bytes
+        stats.kv_stranded_bytes, stats.kv_free_by_type = cache.stranded_bytes, cache.free_by_type
         trace = [to_wire(d) for d in self._decisions] if self._trace_asked else None
         self._trace_asked = False
         return Report(now, events, self.effective, stats, trace)

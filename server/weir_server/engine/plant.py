@@ -31,7 +31,8 @@ def measure(
     """The plant, and the medians that it comes from by name, in seconds. Writes `usable` chunks of an idle runner's pool."""
     shape = Shape.of(runner.geometry, runner.window, prefill_tokens)
     size, full, per_ring = shape.block_tokens, shape.full_per_chunk, shape.ring_per_chunk
-    ring = list(range(RESERVED_CHUNKS * per_ring, (RESERVED_CHUNKS + usable) * per_ring))[: shape.need(0, context).ring]
+    rings = range(RESERVED_CHUNKS * per_ring, (RESERVED_CHUNKS + usable - min(1, full)) * per_ring)
+    ring = list(rings[: shape.need(0, context).ring])
     taken = RESERVED_CHUNKS + (-(-len(ring) // per_ring) if ring else 0)
     blocks = range(taken * full, (RESERVED_CHUNKS + usable) * full)
     most = len(blocks) if full else (ROWS + 1) * shape.blocks(context)
