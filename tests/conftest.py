@@ -3,6 +3,8 @@
 WEIR_REQUIRE=cluster,api_server,chart turns a skip of a test with one of these markers into a failure: where their programs are
 known to be there, a tier that skips itself proves nothing. What a processor lacks can't be installed: skips that begin with
 "this processor" stay skips.
+
+hypothesis times nothing: how long an example takes is the machine's affair.
 """
 
 from __future__ import annotations
@@ -13,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("weir", deadline=None)
+settings.load_profile("weir")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 

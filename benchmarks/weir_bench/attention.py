@@ -36,14 +36,13 @@ def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], i
     order = torch.randperm(BATCH * pages, generator=torch.Generator().manual_seed(1))
     tables = (order + 2).view(BATCH, pages)  # pages of a row lie apart, as after some hours of service
     pool = KvPool(c, PAGE, BATCH * pages + 2)
-    pool.keys.normal_()
-    pool.values.normal_()
+    pool.flat.normal_()
     work = [
         RowWork([1], length, table.tolist(), True, Sampling(1), 0, [1] * (length + 1), length + 1) for table in tables
     ]
     backend = choose_backend(c, pool)
     results.moved({"paged kernel": backend.name == "cpu"})
-    step = flatten(work, PAGE)
+    step = flatten(work, PAGE, c)
     qkv = torch.randn(BATCH, (c.heads + 2 * c.kv_heads) * c.head_dim)
 
     def paged() -> Any:

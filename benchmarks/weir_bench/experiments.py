@@ -2,8 +2,8 @@
 
     PYTHONPATH=benchmarks python -m weir_bench.experiments [NAME …]
 
-Run it on a quiet machine: the raw JSON goes to benchmarks/results/, what each prints is shown, and the last table says which
-of them held. The status is 1 if one did not.
+Run it on a quiet machine. The raw JSON goes to benchmarks/results/ and the figures in docs/benchmarks.md are made from it; what
+each prints is shown, and the last table says which of them held. The status is 1 if one did not.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ def main() -> None:
             status, verdict = 1, "[red]took too long"
         failed += status != 0
         table.add_row(name, f"{(time.monotonic() - began) / 60:.1f}", verdict)
+    subprocess.run([sys.executable, "-m", "weir_bench.tables", f"--output={args.output}"], check=False)  # docs/benchmarks.md
     console.print(table)
     raise SystemExit(1 if failed else 0)
 

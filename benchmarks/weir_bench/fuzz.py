@@ -63,6 +63,8 @@ def walks(steps: int, first: int, processes: int, shrink: bool) -> tuple[Counter
                     failures.append({"seed": at, "failure": failure})
                     progress.console.print(f"round {at}:\n{failure}", markup=False, highlight=False)
             progress.update(bar, completed=min(total["steps"], steps))
+            if not progress.console.is_terminal and total["rounds"] % 20 == 0:
+                print(f"{total['steps']:,} of {steps:,} steps", flush=True)
     return total, failures
 
 

@@ -22,7 +22,6 @@ from weir_bench.arrivals import Arrival
 from weir_bench.load import Client, Report, closed_loop
 from weir_bench.servers import Running, weir
 
-POOL = 512 << 20
 ALLOWANCE = 400_000_000
 PROMPT, OUTPUT, CLIENTS = 900, 8, 8
 WITHIN = 10.0
@@ -45,7 +44,7 @@ async def serve(server: Running, arrivals: list[Arrival], seed: int) -> Report:
     return report
 
 
-async def fill(server: Running, tokens: int) -> dict[str, Any]:
+async def fill(server: Running, pool: int, tokens: int) -> dict[str, Any]:
     """More new prompts than the pool holds: what has ended stays as a cached prefix."""
     empty, peak, used = anonymous(server.engine().pid), 0, 0
 
@@ -60,7 +59,7 @@ async def fill(server: Running, tokens: int) -> dict[str, Any]:
     await serve(server, [Arrival(0, PROMPT, OUTPUT)] * (int(1.3 * tokens / (PROMPT + OUTPUT)) + CLIENTS), seed=1)
     watching.cancel()
     cache = await server.get("/v1/cache/stats")
-    filled = (cache["used_bytes"] + cache["cached_bytes"]) / POOL
+    filled = (cache["used_bytes"] + cache["cached_bytes"]) / pool
     results.moved({f"{SHARE:.0%} of the pool": filled >= SHARE, "evictions": cache["evictions"]})
     return {
         "empty_bytes": empty, "peak_bytes": max(peak, anonymous(server.engine().pid)), "most_used_by_rows": used,
@@ -68,7 +67,7 @@ async def fill(server: Running, tokens: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-async def give_back(server: Running, state: dict[str, Any]) -> dict[str, Any]:
+async def give_back(server: Running, pool: int, state: dict[str, Any]) -> dict[str, Any]:
     """Lower the budget under eight running requests. `returned`: share of what is above the new budget that came back."""
     before, least = anonymous(server.engine().pid), state["envelope"]["kv_cache_budget"][0]
     running = asyncio.create_task(serve(server, [Arrival(0, 64, 96)] * CLIENTS, seed=2))
@@ -77,13 +76,13 @@ async def give_back(server: Running, state: dict[str, Any]) -> dict[str, Any]:
     during = anonymous(server.engine().pid)
     await running
     await server.until(lambda window: not window["running"])
-    ended, floor = time.monotonic(), before - SHARE * (POOL - least)
+    ended, floor = time.monotonic(), before - SHARE * (pool - least)
     while (now := anonymous(server.engine().pid)) > floor and time.monotonic() < ended + WITHIN:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
     seconds, cache = time.monotonic() - ended, await server.get("/v1/cache/stats")
     return {
         "before_bytes": before, "during_bytes": during, "after_bytes": now, "budget_bytes": least,
-        "returned": (before - now) / (POOL - least), "seconds_after_the_last_end": seconds, "cache": cache,
+        "returned": (before - now) / (pool - least), "seconds_after_the_last_end": seconds, "cache": cache,
     }  # fmt: skip
 
 
@@ -111,32 +110,33 @@ async def endure(server: Running, requests: int, progress: Progress) -> dict[str
     }  # fmt: skip
 
 
-async def measure(model: str, requests: int) -> dict[str, Any]:
-    flags = [f"--kv-cache-budget={POOL}", "--parallel=8", "--max-requests-per-batch=8", "--ctx-size=16384"]
+async def measure(model: str, pool: int, requests: int) -> dict[str, Any]:
+    flags = [f"--kv-cache-budget={pool}", "--parallel=8", "--max-requests-per-batch=8", "--ctx-size=8192"]
     with Progress() as progress:
         async with weir(*flags, model=model) as server:
             state = await server.get("/control/state", control=True)
             task = progress.add_task("fill the pool, then lower the budget", total=2)
-            filled = await fill(server, POOL // state["kv"]["chunk_bytes"] * state["kv"]["block_tokens"])
+            filled = await fill(server, pool, pool // state["kv"]["chunk_bytes"] * state["kv"]["block_tokens"])
             progress.advance(task)
-            back = await give_back(server, state)
+            back = await give_back(server, pool, state)
             progress.advance(task)
             long = await endure(server, requests, progress)
-    bound = state["model"]["weights_bytes"] + POOL + ALLOWANCE
+    bound = state["model"]["weights_bytes"] + pool + ALLOWANCE
     figures = {
         "anonymous_bytes": filled["peak_bytes"], "bound_bytes": bound, "within": filled["peak_bytes"] <= bound,
         "returned_share": back["returned"], "returned_within_seconds": back["seconds_after_the_last_end"],
         "growth_over_requests": long["engine_growth"], "leaked": long["leaked"],
     }  # fmt: skip
-    return {"figures": figures, "weights_bytes": state["model"]["weights_bytes"], "pool_bytes": POOL, "fill": filled,
+    return {"figures": figures, "weights_bytes": state["model"]["weights_bytes"], "pool_bytes": pool, "fill": filled,
             "give_back": back, "endurance": long}
 
 
 def main() -> None:
     parser = results.arguments("memory", __doc__)
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--pool", type=int, default=512 << 20, metavar="BYTES", help="of KV cache")
     args = parser.parse_args()
-    outcome = asyncio.run(measure(args.model, args.requests))
+    outcome = asyncio.run(measure(args.model, args.pool, args.requests))
     figures = outcome["figures"]
     print(results.write("memory", outcome, args.output), figures)
     if not figures["within"] or figures["returned_share"] < SHARE or any(figures["leaked"].values()):

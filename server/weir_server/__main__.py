@@ -34,12 +34,14 @@ def make_app() -> typer.Typer:
     from weir_server.cli.fetch import command as fetch
     from weir_server.cli.replay import command as replay
     from weir_server.cli.serve import command as serve
+    from weir_server.cli.size import command as size
     from weir_server.cli.talk import chat, run
 
     app = typer.Typer(add_completion=False, no_args_is_help=True, help="Weir's LLM server.", pretty_exceptions_enable=False)
     app.command("serve")(serve)
     app.command("run")(run)
     app.command("chat")(chat)
+    app.command("size")(size)
     app.command("fetch")(fetch)
     app.command("replay")(replay)
     return app

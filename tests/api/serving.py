@@ -108,13 +108,16 @@ def alive(pid: int) -> bool:
 class Stream:
     """A raw streaming completion in a thread: events as they come, an end that one can wait for."""
 
-    def __init__(self, server: Server, path: str = "/v1/completions", **body: object) -> None:
+    def __init__(
+        self, server: Server, path: str = "/v1/completions", asking: dict[str, str] | None = None, **body: object
+    ) -> None:
+        """`asking`: headers of the request."""
         self.events: list[str] = []
         self.status: int | None = None
         self.headers: dict[str, str] | None = None
         self.body = b""
         self.error: Exception | None = None
-        self._server, self._path = server, path
+        self._server, self._path, self._asking = server, path, asking
         ours = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 0, "ignore_eos": True, "stream": True}
         self._body = {**ours, **body}
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -122,7 +125,8 @@ class Stream:
 
     def _run(self) -> None:
         try:
-            with requests.post(self._server.url + self._path, json=self._body, timeout=120, stream=True) as response:
+            url, ask = self._server.url + self._path, {"json": self._body, "headers": self._asking}
+            with requests.post(url, **ask, timeout=120, stream=True) as response:
                 self.status, self.headers = response.status_code, dict(response.headers)
                 if response.status_code != 200:
                     self.body = response.content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -142,6 +143,24 @@ def test_keys_and_tokens(start, tmp_path: Path):
 def _with(path: Path, text: str) -> Path:
     path.write_text(text)
     return path
+
+
+def test_a_lone_row_outgrows_a_lowered_budget_and_ends_by_itself(start):
+    """Two chunks are 32 tokens: nothing is taken from a row that runs alone, and for everybody else the budget counts."""
+    own: Server = start("--ctx-size", "2048", "--parallel", "1", "--kv-cache-budget-min", "1Mi").wait_until_serving()
+    chunk = own.state()["kv"]["chunk_bytes"]
+    running = Stream(own, max_tokens=120)
+    wait_for(lambda: running.events)
+    assert own.put(knobs={"kv_cache_budget": 2 * chunk}).status_code == 200
+    wait_for(lambda: own.window()["kv_used_bytes"] > 3 * chunk)
+    assert own.state()["effective"]["kv_cache_budget"] == 2 * chunk
+    running.join()
+    assert json.loads(running.events[-2])["choices"][0]["finish_reason"] == "length"
+    wait_for(lambda: own.window()["kv_used_bytes"] == 0)
+    assert own.window()["preempted"] == 0
+    stats = own.get("/v1/cache/stats")
+    assert stats["live_blocks"] == 0 and stats["allocated_blocks"] <= 2 and stats["resident_bytes"] <= 2 * chunk
+    assert own.post("/v1/completions", {"prompt": "word " * 40, "max_tokens": 2}).status_code == 503
 
 
 def test_what_the_live_budget_can_no_longer_hold_is_handed_back_and_refused(start):

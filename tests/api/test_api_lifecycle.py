@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from serving import MODEL, Server, Stream, alive, held_up, wait_for
+from serving import MODEL, NAME, Server, Stream, alive, held_up, wait_for
 
 SMALL = ("--ctx-size", "4096")
 
@@ -189,7 +189,7 @@ def test_a_broken_model_file_is_one_line(tmp_path: Path, content: bytes | None):
         (["serve", "x", "--no-such-flag"], "--no-such-flag"),
         (["serve", "x", "--port", "99999"], "'--port'"),
         (["serve", "x", "--boot-file", "/no/such.yaml"], "/no/such.yaml"),
-        (["serve", "x", "--kv-admission-watermark", "0.7"], "0.7"),
+        (["serve", MODEL, "--kv-admission-watermark", "0.7"], "0.7"),
         (["serve", MODEL, "--ctx-size", "2000"], "raise it to 2048"),
         (["serve", MODEL, "--control-host", "0.0.0.0"], "needs --control-token-file"),
         (["serve", MODEL, "--api-key", ""], "is empty"),
@@ -236,6 +236,7 @@ def test_the_boot_file_sets_start_values_and_flags_win(start, tmp_path: Path):
     assert state["boot"]["kv_cache_budget"] == 200_000_000 // state["kv"]["chunk_bytes"] * state["kv"]["chunk_bytes"]
     assert (state["slo"]["ttft"], state["slo"]["tpot"]) == (1.5, 0.2)
     assert state["fallback"] == state["target"] == state["boot"]
+    assert f"Model {NAME} decode path: native batched forward\n" in own.output()
 
 
 def has_ipv6() -> bool:

@@ -142,6 +142,38 @@ def test_a_request_explains_itself_and_can_be_cancelled(server: Server):
     assert requests.get(server.url + "/v1/requests/" + name).status_code == 404
 
 
+def test_a_request_is_cancelled_in_every_state(server: Server):
+    """While it waits, while its prompt is read, while it answers: each told, nothing held, and afterwards unknown."""
+    def cancel(name: str) -> None:
+        assert requests.delete(f"{server.url}/v1/requests/{name}").status_code == 200
+
+    assert server.put(knobs={"max_batch_size": 1}).status_code == 200
+    decoding = Stream(server, asking={"X-Request-Id": "decoding"}, max_tokens=2000)
+    wait_for(lambda: len(decoding.events) > 1)
+    waiting = Stream(server, asking={"X-Request-Id": "waiting"}, prompt="word " * 5000)
+    wait_for(lambda: server.window()["waiting"] == 1)
+    told = server.get("/v1/requests/waiting")
+    assert told["waits_for"] == "slots" and told["rows"][0]["rows_ahead"] == 0
+    cancel("waiting")
+    assert waiting.join().status == 409 and json.loads(waiting.body)["error"]["code"] == "cancelled"
+    prefilling = Stream(server, asking={"X-Request-Id": "prefilling"}, prompt="word " * 6000)
+    cancel("decoding")
+    wait_for(lambda: server.window()["prefilling"] == 1)
+    assert server.get("/v1/requests/prefilling")["rows"][0] == {"index": 0, "state": "running", "generated_tokens": 0}
+    cancel("prefilling")
+    for stream in (decoding.join(), prefilling.join()):
+        assert stream.status == 200 and json.loads(stream.events[-2])["error"]["code"] == "cancelled"
+    wait_for(lambda: server.window()["kv_used_bytes"] == 0)
+    assert requests.delete(f"{server.url}/v1/requests/decoding").status_code == 404
+
+
+def test_a_stream_whose_time_is_over_is_told_so(server: Server):
+    stream = Stream(server, max_tokens=4000, timeout=5).join()
+    assert stream.status == 200 and stream.events[-1] == "[DONE]"
+    assert json.loads(stream.events[-2])["error"]["code"] == "deadline_exceeded"
+    wait_for(server.idle)
+
+
 def test_refusals_do_not_wait_for_the_engine(server: Server):
     """A storm on kept connections while four streams run: every one answered, none behind a step (coarse on purpose)."""
     assert server.put(knobs={"max_queue_depth": 1}).status_code == 200

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+
 import openai
 import pytest
 import requests
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics_families
 from prometheus_client.parser import text_string_to_metric_families as text_families
-from serving import NAME, Server
+from serving import MODEL, NAME, Server
 
 PARIS = [{"role": "user", "content": "What is the capital of France?"}]
 
@@ -215,8 +219,19 @@ def test_health_slots_and_cache(server: Server):
     slots = server.get("/slots")
     assert len(slots) == server.state()["envelope"]["max_batch_size"][1]
     assert [s["disabled"] for s in slots] == [False] * 4 + [True] * (len(slots) - 4)
-    assert server.get("/v1/cache/stats")["usable_blocks"] > 0
+    cache = server.get("/v1/cache/stats")
+    assert cache["block_tokens"] == 16 and cache["live_blocks"] == cache["used_bytes"] == cache["stranded_bytes"] == 0
+    assert cache["free_blocks"]["full_attention"] + cache["cached_blocks"] == cache["usable_blocks"] > 0
+    assert cache["reserved_bytes"] == server.state()["envelope"]["kv_cache_budget"][1] and cache["swap_bytes"] == 0
     assert requests.get(server.url + "/ready").status_code == 200
+
+
+def test_size_says_what_a_server_with_the_same_flags_is(server: Server):
+    command = [sys.executable, "-m", "weir_server", "size", MODEL, "-o", "json"]
+    told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
+    state = server.state()
+    assert {k: told[k] for k in ("envelope", "boot", "kv")} == {k: state[k] for k in ("envelope", "boot", "kv")}
+    assert told["context_per_slot"] == 8192 and told["plant"] is None
 
 
 def test_tokenize_and_back(server: Server):

@@ -10,7 +10,7 @@ from typing import Any
 
 import hypothesis
 import pytest
-from fuzz_kit import Setup, World
+from fuzz_kit import OVERTAKEN, Setup, World
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -146,6 +146,19 @@ def test_a_hash_of_four_bits_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     total.clear()
     walk(25, 1)
     assert total["prefix_hits"]
+
+
+def test_a_large_head_is_overtaken_eight_times_and_no_more() -> None:
+    with World(chunks=16, rows=6, tokens=64) as world:
+        world.submit(own=20, max_tokens=30, lane=0)
+        world.step()
+        head = world.submit(prefix=1, own=0, shared=40)
+        for _ in range(20):
+            world.submit(own=3, max_tokens=2)
+        while world.runner.reached[head, 0] == 0:
+            most = max(world.overtaken.values(), default=0)
+            world.step()
+        assert most == OVERTAKEN == world.engine.meter.stats.bypassed
 
 
 # ------------------------------------------------------------------------------------------------ failures that walks found

@@ -12,8 +12,7 @@ import yaml
 from typer.testing import CliRunner
 
 from weir_operator.cli.app import app
-from weir_operator.cli.local import _Local
-from weir_operator.loops.tuner import TunerSettings
+from weir_operator.cli.local.deployment import LocalDeployment
 from weir_operator.plan.plan import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,8 +82,7 @@ def test_a_mode_for_a_manifest_whose_tuning_is_no_mapping() -> None:
 
 def test_control_ports_stay_on_loopback(tmp_path: Path) -> None:
     resource = parse(yaml.safe_load(EXAMPLES[0].read_text()))
-    made = _Local(resource, "0.0.0.0", 0, tmp_path, None, None, TunerSettings())
-    [server] = made._servers
+    [server] = LocalDeployment(resource, "0.0.0.0", 0, tmp_path, tmp_path, "token").servers
     assert "--host=0.0.0.0" in server.args
     assert "--control-host=127.0.0.1" in server.args
     assert server.control_url.startswith("http://127.0.0.1:")

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from weir_server.cli import reference
+from weir_server.cli.serve import announce
 
 ROOT = Path(__file__).parents[2]
 TABLE = """--host --port --control-port --control-host --control-token-file --api-key --api-key-file --served-model-name
@@ -18,6 +22,16 @@ TABLE = """--host --port --control-port --control-host --control-token-file --ap
 
 def test_the_page_is_generated_from_what_is_there():
     assert (ROOT / reference.PATH).read_text(encoding="utf-8") == reference.page(), "run `make generate`"
+
+
+@pytest.mark.parametrize("path", [
+    "native batched forward", "per-row fallback (aggregate decode throughput will not scale with --parallel)",
+])  # fmt: skip
+def test_a_start_says_how_rows_decode_together_under_the_served_id(path: str, capsys: pytest.CaptureFixture[str]):
+    service = reference._silent_service()
+    service.ready = msgspec.structs.replace(service.ready, model={"family": "stub", "decode_path": path})
+    announce(service)
+    assert f"\nModel MODEL decode path: {path}\n" in capsys.readouterr().out
 
 
 def test_every_flag_of_the_design_is_there_and_every_row_says_something():

@@ -15,6 +15,7 @@ from weir_server.http import sse
 from weir_server.http.live import Call, LiveRow
 from weir_server.http.observe import Row
 from weir_server.http.shapes import CompletionShape
+from weir_server.link.messages import Sampling, Submit
 from weir_server.text.detok import RowText
 from weir_server.text.tokenizer import Tokenizer
 
@@ -24,7 +25,8 @@ Serve = Callable[[Call], Awaitable[tuple[str, int, "asyncio.Future[BaseException
 
 def call(rows: int = 1) -> Call:
     c = Call("x", None, 0.0, ())
-    c.rows = [LiveRow(c, 1, i, i, 100, Row(0.0, 1), RowText(BYTES), admitted=True) for i in range(rows)]
+    submit = Submit(1, [5], Sampling(100), 0.0, n=rows)
+    c.rows = [LiveRow(c, submit, i, i, i, 100, Row(0.0, 1), RowText(BYTES), admitted=True) for i in range(rows)]
     return c
 
 

@@ -15,6 +15,8 @@ FIELD_MANAGER = "weir-operator"
 MANAGED_LABEL = f"{GROUP}/managed"
 MANAGED_SELECTOR = f"{MANAGED_LABEL}=true"
 OWNER_LABEL = f"{GROUP}/name"
+SPEC_ANNOTATION = f"{GROUP}/spec"
+"""On the Deployment, which hands it to its ReplicaSets: the spec that their pods were made from."""
 
 CONTAINER = "server"
 """Our container in the pod template; an overlay addresses it by this name."""

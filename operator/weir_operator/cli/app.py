@@ -29,6 +29,12 @@ Lease = Annotated[float, typer.Option(
     help="How long a pod keeps tuned knobs when the operator is gone; then it returns to its fallback.",
 )]
 
+Log = Annotated[Path | None, typer.Option(
+    "--decision-log", envvar="WEIR_DECISION_LOG",
+    help="Append every reading and decision to this file as JSON lines, for `weir-operator replay`; - is standard output. "
+    "At 256 MiB the file becomes FILE.1.",
+)]
+
 
 def fail(sentence: str, status: int = 2) -> NoReturn:
     """One line for the user, no traceback."""
@@ -59,7 +65,7 @@ def run(
     log_format: Annotated[Literal["text", "json"], typer.Option(
         "--log-format", envvar="WEIR_LOG_FORMAT", help="Log lines for people, or one JSON object a line.",
     )] = "text",
-    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+    decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
 ) -> None:
     """Run in a cluster: watch InferenceDeployments, keep their objects as declared, tune their pods.
 
@@ -68,7 +74,8 @@ def run(
     from weir_operator.cli.run import run_operator
 
     settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
-    raise typer.Exit(run_operator(tuple(namespace or ()), server_image, health_port, settings, log_format, fail))
+    namespaces = tuple(namespace or ())
+    raise typer.Exit(run_operator(namespaces, server_image, health_port, settings, log_format, decision_log, fail))
 
 
 @app.command()
@@ -89,36 +96,64 @@ def plan(
 
 @app.command()
 def local(
-    file: Annotated[Path, typer.Argument(help="The same manifest that a cluster would get.")],
-    mode: Annotated[str | None, typer.Option("--mode", help="Auto, Advise or Disabled, not the manifest's.")] = None,
+    ctx: typer.Context,
+    files: Annotated[list[Path], typer.Argument(help="The manifests that a cluster would get; - is standard input.")],
+    mode: Annotated[str | None, typer.Option("--mode", help="Auto, Advise or Disabled, not the manifests'.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address of the servers.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port of the first server; 0 = a free one.")] = 8080,
+    port: Annotated[int, typer.Option(
+        "--port", min=0, max=65535, help="Port of the first server, the next ones follow; 0 = free ones.",
+    )] = 8080,
     status_file: Annotated[Path | None, typer.Option("--status-file", help="Keep the status in this file, as JSON.")] = None,
-    decision_log: Annotated[Path | None, typer.Option(
-        "--decision-log", help="Append every reading and decision to this file, for `weir-operator replay`.",
+    log_dir: Annotated[Path | None, typer.Option(
+        "--log-dir", help="Keep the servers' output here. Default: a folder that goes with the process.",
     )] = None,
-    tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+    systemd: Annotated[bool, typer.Option("--systemd", help="Print a systemd unit that runs this command, and end.")] = False,
+    decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
 ) -> None:
-    """Run a manifest on this machine: its servers as processes, tuned as in a cluster. Ctrl-C ends all of them."""
-    from weir_operator.cli.local import run_local
-    from weir_operator.cli.manifest import load
+    """Run manifests on this machine: their servers as processes, tuned as in a cluster. Ctrl-C ends all of them.
+
+    While it runs, `kubectl infd VERB --local` shows and steers it as it would a cluster.
+    """
+    from weir_operator.cli.local.run import LocalOptions, run_local
+    from weir_operator.cli.manifest import load_all
 
     settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
-    resource = load(file, fail, mode)
-    raise typer.Exit(run_local(resource, host, port, status_file, decision_log, settings, fail))
+    resources = load_all(files, fail, mode)
+    if systemd:
+        from weir_operator.cli.local.systemd import unit
+
+        if Path("-") in files:
+            fail("--systemd needs manifests in files: a unit has no standard input")
+        typer.echo(unit([f.resolve() for f in files], _given(ctx, {"files", "systemd", "log_dir"})), nl=False)
+        return
+    options = LocalOptions(host, port, status_file, decision_log, log_dir, settings)
+    raise typer.Exit(run_local(resources, options, fail))
+
+
+def _given(ctx: typer.Context, without: set[str]) -> list[str]:
+    """The options that were given, in full, so that another process may be given them; paths absolute."""
+    words = []
+    for option in ctx.command.params:
+        value, source = ctx.params.get(option.name or ""), ctx.get_parameter_source(option.name or "")
+        if option.name not in without and source is not None and source.name != "DEFAULT":
+            words.append(f"{option.opts[0]}={value.resolve() if isinstance(value, Path) and str(value) != '-' else value}")
+    return words
 
 
 @app.command()
 def replay(
-    log: Annotated[Path, typer.Argument(help="A file written by `local --decision-log`.")],
+    log: Annotated[Path, typer.Argument(help="A file written with --decision-log, or an excerpt of one.")],
+    with_law: Annotated[str | None, typer.Option(
+        "--with-law", metavar="MODULE:FUNCTION", help="Decide by this function in place of the law, and show where it differs.",
+    )] = None,
 ) -> None:
-    """Run the saved readings through the law once more and compare: the same decisions, or the first that differs.
+    """Run the saved readings through the law once more and compare: the same decisions, or where they differ.
 
-    Exit status: 0 all the same, 1 one differs, 2 the file is no decision log.
+    Exit status: 0 all the same, 1 some differ, 2 the file is no decision log.
     """
     from weir_operator.cli.replay import replay_log
 
-    raise typer.Exit(replay_log(log, fail))
+    raise typer.Exit(replay_log(log, with_law, fail))
 
 
 def _simulate() -> Callable[..., None]:

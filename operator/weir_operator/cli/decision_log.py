@@ -1,11 +1,17 @@
 """The decision log: every reading and every decision as JSON lines, small enough to keep and enough to decide again.
 
-Lines: `{"pod", "class", "control"}` when a pod's state was read, `{"pod", "at", "window"}` for each reading, and
-`{"now", "spec", "pods", "moves", "records"}` for each decision; the first decision carries the `state` before it.
+Each line names its deployment (`of`). `{"begin": state, "again": bool}` opens what can be replayed from there: it comes where
+the law's memory is not what the last decision left (a start, a change of leader), and `again` every BEGIN_EVERY, so that an
+excerpt is enough. Then `{"pod", "class", "control"}` when a pod's state was read,
+`{"pod", "at", "window"}` for each reading, and `{"now", "spec", "pods", "moves", "records"}` for each decision.
+Bound: a file is renamed to FILE.1 once it holds MOST_BYTES, so two of them are the most; `-` is standard output.
+A line that cannot be written costs the log a gap and never the operator a tick.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -13,8 +19,12 @@ from typing import Any, BinaryIO
 import orjson
 
 from weir_operator.loops.tuner import Round
-from weir_operator.tuner.types import Decision
+from weir_operator.tuner.types import Decision, TunerState
 from weir_server.contract import ControlState
+
+log = logging.getLogger(__name__)
+MOST_BYTES = 256 * 2**20
+BEGIN_EVERY = 600.0
 
 
 def outcome(decision: Decision) -> dict[str, Any]:
@@ -24,27 +34,59 @@ def outcome(decision: Decision) -> dict[str, Any]:
 
 
 class DecisionLog:
-    """Appends to a file; each round is flushed."""
+    """Appends; each round is flushed. OSError: the file cannot be opened."""
 
     def __init__(self, file: Path) -> None:
-        self._file: BinaryIO = file.open("ab")
-        self._controls: dict[str, ControlState | None] = {}
-        self._begun = False
+        self._path = None if str(file) == "-" else file
+        self._file: BinaryIO = sys.stdout.buffer if self._path is None else self._path.open("ab")
+        self._controls: dict[tuple[str, str], ControlState | None] = {}
+        self._begun: dict[str, float] = {}
+        self._after: dict[str, TunerState] = {}  # what the last decision written left
+        self._broken = False
 
-    def write(self, round_: Round) -> None:
+    def write(self, of: str, round_: Round) -> None:
+        try:
+            self._round(of, round_)
+            self._file.flush()
+            self._broken = False
+            if self._path is not None and self._file.tell() > MOST_BYTES:
+                self._turn_over(self._path)
+        except OSError as e:
+            self._after.pop(of, None)  # what follows the gap must be replayable without what was before it
+            if not self._broken:
+                log.warning("the decision log has a gap from here on: %s", e)
+            self._broken = True
+
+    def _round(self, of: str, round_: Round) -> None:
+        again = round_.before is self._after.get(of)
+        fresh = not again or round_.now - self._begun[of] >= BEGIN_EVERY
+        if fresh:
+            self._line({"of": of, "begin": round_.before.to_json(), "again": again})
         for name, view in round_.pods.items():
-            if name not in self._controls or view.control is not self._controls[name]:
-                self._controls[name] = view.control
-                self._line({"pod": name, "class": view.pod_class, "control": view.control.to_wire() if view.control else None})
-            last = view.polls[-1]
-            self._line({"pod": name, "at": last.at, "window": last.window.to_wire() if last.window else None})
-        line = {"now": round_.now, "spec": round_.spec.to_json(), "pods": list(round_.pods), **outcome(round_.decision)}
-        self._line(line if self._begun else {**line, "state": round_.before.to_json()})
-        self._begun = True
-        self._file.flush()
+            known = (of, name)
+            if fresh or known not in self._controls or view.control is not self._controls[known]:
+                self._controls[known] = view.control
+                control = view.control.to_wire() if view.control else None
+                self._line({"of": of, "pod": name, "class": view.pod_class, "control": control})
+            for poll in view.polls if fresh else view.polls[-1:]:
+                self._line({"of": of, "pod": name, "at": poll.at, "window": poll.window.to_wire() if poll.window else None})
+        self._after[of] = round_.decision.state
+        if fresh:
+            self._begun[of] = round_.now
+        for gone in [known for known in self._controls if known[0] == of and known[1] not in round_.pods]:
+            del self._controls[gone]
+        spec, pods = round_.spec.to_json(), list(round_.pods)
+        self._line({"of": of, "now": round_.now, "spec": spec, "pods": pods, **outcome(round_.decision)})
 
     def _line(self, value: dict[str, Any]) -> None:
         self._file.write(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n")
 
-    def close(self) -> None:
+    def _turn_over(self, path: Path) -> None:
         self._file.close()
+        path.replace(path.with_name(path.name + ".1"))
+        self._file = path.open("ab")
+        self._after.clear()
+
+    def close(self) -> None:
+        if self._path is not None:
+            self._file.close()

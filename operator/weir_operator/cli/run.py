@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
+from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
 from weir_operator.io.logs import setup
-from weir_operator.loops.operator import OperatorSettings, own_namespace, run
+from weir_operator.loops.operator import Heard, OperatorSettings, own_namespace, run
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
@@ -21,18 +23,20 @@ log = logging.getLogger(__name__)
 
 def run_operator(
     namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
-    fail: Callable[[str], NoReturn],
+    decision_log: Path | None, fail: Callable[[str], NoReturn],
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit status."""
     setup(log_format)
     settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
     try:
-        asyncio.run(_run(settings))
+        asyncio.run(_run(settings, _listeners(decision_log)))
         return 0
     except Unreachable as e:
         sentence = str(e)
     except ApiError as e:
         sentence = f"the API server refuses what the operator needs: {e}"
+    except DecisionLogFails as e:
+        sentence = f"--decision-log {decision_log}: {e}"
     except OSError as e:
         sentence = f"cannot listen on port {health_port}: {e.strerror or e}"
     if log_format == "text":
@@ -41,7 +45,21 @@ def run_operator(
     return 2
 
 
-async def _run(settings: OperatorSettings) -> None:
+class DecisionLogFails(Exception):
+    """The file cannot be opened."""
+
+
+def _listeners(decision_log: Path | None) -> list[Heard]:
+    if decision_log is None:
+        return []
+    try:
+        log_ = DecisionLog(decision_log)
+    except OSError as e:
+        raise DecisionLogFails(e.strerror) from None
+    return [lambda subject, round_: log_.write(subject.key, round_)]
+
+
+async def _run(settings: OperatorSettings, listeners: Sequence[Heard]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def take_signals() -> None:
@@ -55,4 +73,4 @@ async def _run(settings: OperatorSettings) -> None:
         await watch(connection, store, queue, settings.namespaces, stop, take_signals)
 
     async with Kube(connection) as kube:
-        await run(settings, kube, watcher, stop)
+        await run(settings, kube, watcher, stop, listeners)

@@ -14,10 +14,10 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Protocol
 
 from weir_operator.api import names
-from weir_operator.io.kube import APPLY, MERGE, ApiError, Kube, path
+from weir_operator.io.kube import APPLY, MERGE, ApiError, path
 
 KEY_SECRET = "weir-operator-key"
 
@@ -30,10 +30,21 @@ def utc_now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+class Requests(Protocol):
+    """The part of a connection that writing needs: `Kube`'s, or one that answers as it does."""
+
+    async def request(
+        self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]: ...
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None: ...
+
+
 class Writer:
     """Every write goes through here, and must be done within the seconds that `left` gives."""
 
-    def __init__(self, kube: Kube, left: Callable[[], float] = lambda: math.inf) -> None:
+    def __init__(self, kube: Requests, left: Callable[[], float] = lambda: math.inf) -> None:
         self._kube, self._left = kube, left
 
     def may_write(self) -> bool:
@@ -90,9 +101,19 @@ class Writer:
         target = path(names.KIND, meta["namespace"], meta["name"], "status")
         return dict(await self._write("PATCH", target, body, MERGE, fieldManager=names.FIELD_MANAGER))
 
-    async def patch_spec(self, namespace: str, name: str, spec: Mapping[str, Any], manager: str) -> dict[str, Any]:
-        """What the plugin does in its user's name: a merge patch of the spec."""
-        return dict(await self._write("PATCH", path(names.KIND, namespace, name), {"spec": spec}, MERGE, fieldManager=manager))
+    async def patch_spec(
+        self, namespace: str, name: str, spec: Mapping[str, Any], manager: str,
+        annotations: Mapping[str, str | None] | None = None,
+    ) -> dict[str, Any]:
+        """What the plugin does in its user's name: a merge patch of the spec, and of annotations with it."""
+        body = {"spec": spec, **({"metadata": {"annotations": annotations}} if annotations else {})}
+        return dict(await self._write("PATCH", path(names.KIND, namespace, name), body, MERGE, fieldManager=manager))
+
+    async def replace_spec(self, raw: Mapping[str, Any], spec: Mapping[str, Any], manager: str) -> dict[str, Any]:
+        """Likewise: another spec in place of the one that was read, fenced by its resourceVersion. Raises ApiError."""
+        meta = raw["metadata"]
+        target = path(names.KIND, meta["namespace"], meta["name"])
+        return dict(await self._write("PUT", target, {**raw, "spec": spec}, fieldManager=manager))
 
     async def event(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False, times: int = 1) -> None:
         """One Event object for each resource and reason: a repeat raises its count by `times`. Raises what a write raises."""

@@ -30,6 +30,7 @@ MERGE = "application/merge-patch+json"
 
 _PATHS = {
     "Deployment": ("apis/apps/v1", "deployments"),
+    "ReplicaSet": ("apis/apps/v1", "replicasets"),
     "Service": ("api/v1", "services"),
     "ServiceAccount": ("api/v1", "serviceaccounts"),
     "ConfigMap": ("api/v1", "configmaps"),

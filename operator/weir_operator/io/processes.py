@@ -1,8 +1,9 @@
 """Servers as processes on this machine: start, watch, restart with back-off, end without leaving one behind.
 
 Each server is a session of its own, so that a Ctrl-C meant for the operator does not reach it, and it gets SIGTERM from the
-kernel if the operator dies by any death. Ended servers are restarted after 1, 2, 4 … 30 s; status 2 (what it was given is
-wrong) is final.
+kernel if the operator dies by any death. Ended servers are restarted after 1, 2, 4 … 30 s. Status 2 (what it was given is
+wrong) is final for a server that never served: the user waits at the terminal. One that did is restarted like any other, for
+what it was given may come back, and other deployments go on beside it.
 """
 
 from __future__ import annotations
@@ -56,7 +57,16 @@ def _die_with_parent() -> None:
 
 
 class WrongInput(Exception):
-    """The server ended with status 2; the text is its own sentence."""
+    """The server ended with status 2 before it ever served; the text is its own sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a server ended. `status`: negative for a signal, as in `subprocess`."""
+
+    status: int
+    words: str
+    delay: float  # seconds until it is started again
 
 
 @dataclass(slots=True)
@@ -70,6 +80,8 @@ class ServerProcess:
     log: Path
     ready: bool = False
     restarts: int = 0
+    exit: Exit | None = None  # the last one
+    _served: bool = False
     _process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
     @property
@@ -79,7 +91,7 @@ class ServerProcess:
     async def run(self, changed: Callable[[], None], grace: float) -> None:
         """Keep it running until cancelled, then end it: SIGTERM, after `grace` seconds once more, then SIGKILL.
 
-        `changed` is called whenever `ready` flips. Raises WrongInput.
+        `changed` is called whenever `ready` flips or the process ends. Raises WrongInput.
         """
         delay = FIRST_DELAY
         try:
@@ -91,11 +103,14 @@ class ServerProcess:
                         stderr=output, start_new_session=True, preexec_fn=_die_with_parent,
                     )
                 status = await self._watch(changed)
-                if status == 2:
+                if status == 2 and not self._served:
                     raise WrongInput(self.last_words())
                 if time.monotonic() - began > STEADY_SECONDS:
                     delay = FIRST_DELAY
                 self.restarts += 1
+                words = self.last_words() if status >= 0 else f"ended by {signal.Signals(-status).name}"
+                self.exit = Exit(status, words, delay)
+                changed()
                 await asyncio.sleep(delay)
                 delay = min(LONGEST_DELAY, 2 * delay)
         finally:
@@ -117,6 +132,7 @@ class ServerProcess:
             self._set_ready(False, changed)
 
     def _set_ready(self, ready: bool, changed: Callable[[], None]) -> None:
+        self._served |= ready
         if ready != self.ready:
             self.ready = ready
             changed()

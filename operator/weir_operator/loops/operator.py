@@ -24,6 +24,7 @@ from weir_operator.loops.health import serve
 from weir_operator.loops.lease import LeaseLoop
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.reconcile import Reconciler
+from weir_operator.loops.rounds import Rounds
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.store import Store, key_of, owned_by
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
@@ -41,6 +42,7 @@ LAG_SECONDS = 60.0
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 Watch = Callable[[Store, WorkQueue, asyncio.Event], Awaitable[None]]
+Heard = Callable[[Subject, Round], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +63,16 @@ def own_namespace() -> str:
 class ClusterSink:
     """Reports go to the status by way of a pass; moves become Events."""
 
-    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store) -> None:
-        self._reconciler, self._queue, self._store = reconciler, queue, store
+    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store, listeners: Sequence[Heard]) -> None:
+        self._reconciler, self._queue, self._store, self._listeners = reconciler, queue, store, listeners
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
         self._reconciler.reports[subject.identity] = news
         self._queue.add(subject.key)
 
     def polled(self, subject: Subject, round_: Round) -> None:
+        for heard in self._listeners:
+            heard(subject, round_)
         raw = self._store.get(names.KIND, *subject.key.split("/", 1))
         for move in round_.decision.moves:
             if raw is None or move.pod in round_.failed:
@@ -170,9 +174,12 @@ def take_over(reconciler: Reconciler, queue: WorkQueue) -> None:
     enqueue_all(reconciler.store, queue)
 
 
-async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asyncio.Event) -> None:
-    """Run until `stop` is set; then the Lease is given back. Raises what a part raised if it failed."""
-    store = Store()
+async def run(
+    settings: OperatorSettings, kube: Kube, watch: Watch, stop: asyncio.Event, listeners: Sequence[Heard] = (),
+) -> None:
+    """Run until `stop` is set; then the Lease is given back. `listeners` hear every round of the tuner. Raises what a part
+    raised if it failed."""
+    store, rounds = Store(), Rounds()
     WATCH_LAG.set_function(store.lag)
     KNOWN.resources, KNOWN.heard = store.resources, lambda: store.heard
     lease: LeaseLoop
@@ -200,10 +207,10 @@ async def run(settings: OperatorSettings, kube: Kube, watch: Watch, stop: asynci
             return f"the watches have stopped: what a list showed {lag:.0f} s ago was not told by one"
         return None
 
-    health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong)
+    health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong, rounds.explained)
     try:
         async with ControlClient() as client:
-            sink = ClusterSink(reconciler, queue, store)
+            sink = ClusterSink(reconciler, queue, store, (rounds.heard, *listeners))
             tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
             writers = [
                 resync.then(tuner.run), resync.then(queue.run), resync.run(), resync.then(resync.discover),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,9 @@ def _deployment(resource: InferenceDeployment, defaults: Defaults, seen: Observe
         "progressDeadlineSeconds": max(1, int(parse_duration(spec.rollout.progress_deadline))),
         "template": pod_template(resource, pinned),
     })
-    found["metadata"]["annotations"] = pin.annotation(resource, pinned)
+    declared = spec.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    kept = {names.SPEC_ANNOTATION: json.dumps(declared, sort_keys=True)}
+    found["metadata"]["annotations"] = {**pin.annotation(resource, pinned), **kept}
     return found
 
 

@@ -214,7 +214,7 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     if pod is None or not evidence.enough or sum(case.state.spread.values()) < MIN_INTERVALS - 0.5:
         shown = {"intervals": float(evidence.intervals), "completions": evidence.completions, "seconds": span.seconds}
         return hold(case, Outcome.INSUFFICIENT_DATA, "too few finished rows to predict from", "set-point", Shown(shown))
-    reach = _reach(case, span.head_wait)
+    reach = reach_of(case, span.head_wait)
     if not batch_free:
         reach = reach.held()
     choice = choose(pod, spec.ttft, spec.tpot, reach)
@@ -240,7 +240,7 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     ))
 
 
-def _reach(case: Case, head_wait: Mapping[str, float]) -> Reach:
+def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:
     """The batch may be raised only where slots are what the head of the queue waits for most."""
     state, target = case.state, case.last.target
     low, high = case.batch_limits()

@@ -31,7 +31,7 @@ def fit(sums: Mapping[str, float], prior: Plant | None) -> Plant | None:
     """The plant that explains `sums` best, or the prior alone, or None where there is neither."""
     if not sums.get("steps"):
         return prior
-    matrix, vector = _normal(sums, prior)
+    matrix, vector = normal_equations(sums, prior)
     scale = [math.sqrt(matrix[i][i]) or 1.0 for i in range(4)]
     best, best_gain = None, 0.0
     for size in range(1, 5):
@@ -53,7 +53,7 @@ def _chunk(sums: Mapping[str, float]) -> int:
     return max(1, round(sums["pp"] / sums["prefill_tokens"])) if sums.get("prefill_tokens") else 1
 
 
-def _normal(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[float]], list[float]]:
+def normal_equations(sums: Mapping[str, float], prior: Plant | None) -> tuple[list[list[float]], list[float]]:
     s = sums
     n, c, p = s["decode_rows"], s["context_tokens"], s["prefill_tokens"]
     matrix = [

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import orjson
 import typer
 
@@ -58,7 +59,8 @@ class TalkFlags(LoadFlags):
     def boot(self, path: Path, prompt_cache: bool) -> Boot:
         names = LoadFlags.__dataclass_fields__
         load = {k: v for k, v in asdict(self).items() if k in names}
-        return boot_of(path, EngineFlags(**load, no_batch=True, prefill_chunk_size=CHUNK, no_prompt_cache=not prompt_cache))
+        flags = EngineFlags(**load, no_batch=True, prefill_chunk_size=CHUNK, no_prompt_cache=not prompt_cache)
+        return msgspec.structs.replace(boot_of(path, flags), measure=False)
 
 
 @with_flags(TalkFlags)

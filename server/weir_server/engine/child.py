@@ -73,18 +73,19 @@ def run(boot: Boot, channel: Channel) -> None:
         log.warning("%s does not support batched decode; clamping max_batch_size", boot.model)
         envelope = Envelope((1, 1), envelope.kv_cache_budget, envelope.max_queue_depth, envelope.admission_watermark)
         engine.target = plan.knobs.merged({"max_batch_size": 1})
-    log.info("Model %s decode path: %s", boot.model, model.decode_path)
     usable, context = usable_chunks(plan.sizing.num_chunks), plan.config.context_per_slot
     plant, steps = measure(
         runner, usable=usable, context=context, max_rows=envelope.max_batch_size[1],
         prefill_tokens=plan.config.limits.prefill_tokens(decoding=True),
-    )
+    ) if boot.measure else (None, {})
     channel.send(
         Ready(
             model=model.model, vocab_size=runner.vocab_size, context_per_slot=context,
             max_servable=engine.batch.cache.shape.servable(usable, context), envelope=envelope,
             geometry=runner.geometry, usable_blocks=usable, boot=engine.target, plant=plant, plant_steps=steps,
             sizing=plan.sizing.lines, load_seconds=time.monotonic() - started, memory_used=memory_used(),
+            window=runner.window, piece=plan.config.limits.piece,
+            swap_bytes=usable_chunks(plan.sizing.swap_chunks) * runner.geometry.chunk_bytes,
         )
     )
     loop(engine, channel)
@@ -129,10 +130,10 @@ def plan_boot(boot: Boot, model: Model, process: int) -> Plan:
         pressure=PRESSURE if boot.pressure_policy == "auto" else boot.pressure_policy,
         slot_victims=boot.preemption_policy if boot.enable_preemption else None,
     )
-    cgroup, host = cgroup_limit(), host_available() + memory_used()
+    limit, source = _memory_limit(boot)
     machine = Machine(
-        limit=host if cgroup is None else min(cgroup, host),
-        limit_source="the cgroup's" if cgroup is not None and cgroup <= host else "what the machine has available",
+        limit=limit,
+        limit_source=source,
         process=process,
         weights=model.weights_bytes,
         activations=model.activation_bytes(limits.tokens),
@@ -154,6 +155,14 @@ def plan_boot(boot: Boot, model: Model, process: int) -> Plan:
         context, sizing.num_chunks, limits, model=boot.model, prefix_cache=boot.prefix_cache, swap_chunks=sizing.swap_chunks
     )
     return Plan(config, knobs, envelope, sizing)
+
+
+def _memory_limit(boot: Boot) -> tuple[int, str]:
+    """Bytes to size for, and whose word that is."""
+    if boot.memory_limit is not None:
+        return boot.memory_limit, "as asked"
+    cgroup, host = cgroup_limit(), host_available() + memory_used()
+    return (cgroup, "the cgroup's") if cgroup is not None and cgroup <= host else (host, "what the machine has available")
 
 
 def _most_rows(boot: Boot, rows: int) -> int:

@@ -356,7 +356,7 @@ class Engine:
             stats.prefix_evictions, stats.adopted_evictions = cache.prefix.evictions, cache.prefix.adopted_evictions
         if swap:
             stats.swap_used_bytes, stats.swap_bytes = swap.used_bytes, swap.pool.usable * swap.pool.chunk_bytes
-        stats.kv_stranded_bytes = cache.stranded_bytes
+        stats.kv_stranded_bytes, stats.kv_free_by_type = cache.stranded_bytes, cache.free_by_type
         trace = [to_wire(d) for d in self._decisions] if self._trace_asked else None
         self._trace_asked = False
         return Report(now, events, self.effective, stats, trace)

@@ -16,10 +16,11 @@ from weir_server.exec.interface import FULL, RowResult, RowWork
 from weir_server.exec.pool import KvPool, geometry
 from weir_server.exec.step import UnsupportedError, flatten
 from weir_server.link.messages import Boot
+from weir_server.model.config import DecoderConfig
 from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
 from weir_server.model.linear import Products, agrees, probe
-from weir_server.model.loader import load_checkpoint
+from weir_server.model.loader import load_checkpoint, read_config
 from weir_server.model.sampler import NOT_FINITE, Draw, logprobs_of, sample
 
 log = logging.getLogger("weir.exec")
@@ -68,28 +69,15 @@ HEAD_ROWS = 64
 """Most rows that the head multiplies at a time for prompt logprobs: their logits are the largest tensor of a step."""
 
 
-class LoadedModel:
-    """A model in memory, not yet given a pool. `weights_bytes`: anonymous memory that its weights hold."""
+class ModelSizes:
+    """What a model takes, by its config alone. `weights_bytes`: anonymous memory that its weights hold, fewer where they are
+    `mapped` from the weight cache."""
 
-    def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
-        self.boot, self.decoder, self.config = boot, decoder, decoder.config
-        self.context_length, self.window = self.config.context, self.config.window
-        c = self.config
+    def __init__(self, config: DecoderConfig, mapped: bool) -> None:
+        self.config = c = config
+        self.context_length, self.window = c.context, c.window
         layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
         self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
-        self.linear = linear
-        self.decode_path = NATIVE if decoder.batched else PER_ROW
-
-    @property
-    def model(self) -> dict[str, str | int | float | bool | None]:
-        """For Ready.model."""
-        c = self.config
-        return {
-            "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
-            "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
-            "dtype": "float32", "decode_path": self.decode_path, "linear": self.linear,
-            "isa": torch.backends.cpu.get_cpu_capability(),
-        }  # fmt: skip
 
     def chunk_bytes(self, page_size: int) -> int:
         return self.geometry(page_size).chunk_bytes
@@ -103,6 +91,31 @@ class LoadedModel:
         widest = 4 * c.hidden + 2 * (2 * c.heads + 2 * c.kv_heads) * c.head_dim + 2 * 3 * c.ffn
         rotary = len(c.layers_of) * c.context * c.head_dim
         return 4 * (max_tokens * widest + 4 * min(max_tokens, HEAD_ROWS) * c.vocab + 2 * rotary)
+
+
+def describe(boot: Boot) -> ModelSizes:
+    """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
+    return ModelSizes(read_config(Path(boot.model)), mapped=True)
+
+
+class LoadedModel(ModelSizes):
+    """A model in memory, not yet given a pool."""
+
+    def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
+        super().__init__(decoder.config, mapped)
+        self.boot, self.decoder, self.linear = boot, decoder, linear
+        self.decode_path = NATIVE if decoder.batched else PER_ROW
+
+    @property
+    def model(self) -> dict[str, str | int | float | bool | None]:
+        """For Ready.model."""
+        c = self.config
+        return {
+            "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
+            "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
+            "dtype": "float32", "decode_path": self.decode_path, "linear": self.linear,
+            "isa": torch.backends.cpu.get_cpu_capability(),
+        }  # fmt: skip
 
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
         """A Runner over a pool of `num_chunks` chunks, pages of boot.page_size tokens, and a swap pool of `swap_chunks`.

@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import count
 
-from weir_server.contract import Geometry, Knobs, Plant
 from weir_server.http.gate import Load, Pace
 from weir_server.http.live import Call, Entry, LiveRow
 from weir_server.http.observe import Observations, Row
+from weir_server.kv.shape import Shape
 from weir_server.link.messages import (
     Admitted,
     Cancel,
     Finished,
     PromptLogprobs,
+    Ready,
     Report,
     Stats,
     Stop,
@@ -24,6 +25,7 @@ from weir_server.link.messages import (
     ToChild,
     Tokens,
 )
+from weir_server.policy.queue import effective_lane
 from weir_server.text.detok import RowText
 from weir_server.text.tokenizer import Tokenizer
 
@@ -32,18 +34,19 @@ class Book:
     """`send` reaches the engine. Everything runs on the event loop, so nothing here is locked."""
 
     def __init__(
-        self, tokenizer: Tokenizer, seen: Observations, effective: Knobs, geometry: Geometry, plant: Plant | None,
-        send: Callable[[ToChild], None],
-    ) -> None:  # fmt: skip
+        self, tokenizer: Tokenizer, seen: Observations, ready: Ready, send: Callable[[ToChild], None]
+    ) -> None:
         self.seen = seen
-        self.effective = effective
+        self.effective = ready.boot
         self.stats = Stats()
         self.rows: dict[tuple[int, int], LiveRow] = {}
         self.calls: dict[str, Call] = {}
         self.ids = count(1)
+        self._seqs = count()
         self._tokenizer = tokenizer
-        self._geometry = geometry
-        self._plant = plant
+        self._chunk = ready.geometry.chunk_bytes
+        self._shape = Shape.of(ready.geometry, ready.window, ready.piece)
+        self._plant = ready.plant
         self._send = send
         self._waiting = 0  # rows never admitted
         self._running = 0  # rows admitted and not finished, preempted ones included
@@ -59,7 +62,7 @@ class Book:
             limit, echo = submit.sampling.max_tokens * call.generates, call.prompts.get(submit.id) if call.echo else None
             for choice in range(submit.n):
                 seen, text = Row(call.arrived, len(submit.prompt)), RowText(self._tokenizer, call.stops)
-                row = LiveRow(call, submit.id, choice, len(call.rows), limit, seen, text, echo)
+                row = LiveRow(call, submit, choice, len(call.rows), next(self._seqs), limit, seen, text, echo)
                 call.rows.append(row)
                 self.rows[submit.id, choice] = row
             self._send(submit)
@@ -161,17 +164,24 @@ class Book:
         remaining = sum(left) / len(left) if left else 0.0
         return Pace(self.seen.rows_per_second(now), self._queued_tokens * uncached, remaining, self._plant)
 
-    def over_budget(self, prompt_tokens: int, limit: int, budget: int | None) -> bool:
-        """Does the prompt with its next token, unless that is its last of `limit`, exceed the live KV budget?
-
-        It is what the engine asks of a row before it lets it wait.
+    def needs(self, prompt_tokens: int, limit: int) -> int:
+        """Bytes of KV memory that a row needs to be admitted to an empty pool: for its prompt and the next token, unless that
+        is its last of `limit`. It is what the engine asks of a row before it lets it wait.
         """
-        if budget is None:
-            return False
-        g = self._geometry
-        blocks = -(-(prompt_tokens + min(1, limit - 1)) // g.block_tokens)
-        per_type = max((-(-blocks // per_chunk) for per_chunk in g.blocks_per_chunk.values()), default=0)
-        return per_type * len(g.blocks_per_chunk) * g.chunk_bytes > budget
+        final = prompt_tokens + limit - 1
+        return self._shape.chunks(self._shape.need(min(prompt_tokens + 1, final), final)) * self._chunk
+
+    def over_budget(self, prompt_tokens: int, limit: int, budget: int | None) -> bool:
+        """Could the live KV budget never hold it?"""
+        return budget is not None and self.needs(prompt_tokens, limit) > budget
+
+    def ahead(self, row: LiveRow, now: float) -> int:
+        """Rows that are taken from the queue before this waiting one, as far as is known here: those of its lane and of lanes
+        before it that came earlier, and rows that were preempted, which came earlier still.
+        """
+        own = effective_lane(row, now), row.seq
+        others = (r for r in self.rows.values() if not r.admitted)
+        return self._preempted + sum((effective_lane(r, now), r.seq) < own for r in others)
 
     def submits(self, prompts: Sequence[list[int]], **common: object) -> list[Submit]:
         return [Submit(id=next(self.ids), prompt=p, **common) for p in prompts]  # type: ignore[arg-type]

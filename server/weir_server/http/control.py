@@ -8,7 +8,7 @@ import msgspec
 import orjson
 from aiohttp import web
 
-from weir_server.contract import KnobsRequest
+from weir_server.contract import FULL, KnobsRequest
 from weir_server.http.errors import ApiError, bad, json_response
 from weir_server.http.keys import SERVICE
 from weir_server.http.knobs import KnobError
@@ -56,13 +56,12 @@ async def window(request: web.Request) -> web.Response:
 async def capacity(request: web.Request) -> web.Response:
     """What there is room for now, and how long the queue takes."""
     service = request.app[SERVICE]
-    stats, now = service.book.stats, service.now()
-    g = service.ready.geometry
+    now, free, g = service.now(), service.free_chunks, service.ready.geometry
     pace = service.book.pace(now)
     load = service.book.load
     plant = service.ready.plant
     return json_response({
-        "free_blocks": stats.kv_blocks_free, "free_tokens": stats.kv_blocks_free * g.block_tokens,
+        "free_blocks": free, "free_tokens": free * g.block_tokens * g.blocks_per_chunk.get(FULL, 1),
         "backlog_seconds": load.waiting / pace.rows_per_second if pace.rows_per_second else None,
         "longest_servable": service.ready.max_servable, "rows_per_second": pace.rows_per_second or None,
         "decode_tokens_per_second": load.running / plant.step_seconds(load.running) if plant and load.running else None,

@@ -52,9 +52,10 @@ class LiveRow:
     """`text`, `entries`: pending for the handler. `reason` is set once, when the row is over for its client."""
 
     call: Call
-    id: int  # the engine's request
+    submit: Submit  # the engine's request
     choice: int  # which of that request's rows
     index: int  # which choice of the HTTP response
+    seq: int  # order of arrival
     limit: int  # most tokens that it may generate for its client
     seen: Row
     text: RowText
@@ -67,6 +68,15 @@ class LiveRow:
     admitted: bool = False
     reason: str | None = None
     message: str = ""
+    lane: int = field(init=False)
+    arrived: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lane, self.arrived = self.submit.lane, self.submit.arrived
+
+    @property
+    def id(self) -> int:
+        return self.submit.id
 
     def take(self) -> tuple[str, list[Entry]]:
         """All that is pending."""

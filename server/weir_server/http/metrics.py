@@ -51,7 +51,6 @@ ENGINE_COUNTERS = (
 """(family, help, field of link.messages.Stats)."""
 ENGINE_GAUGES = (
     ("kv_stranded_bytes", "KV memory that is free to one attention type alone.", "kv_stranded_bytes"),
-    ("swap_pool_bytes", "Size of the swap pool.", "swap_bytes"),
     ("swap_used_bytes", "KV of rows that wait in the swap pool.", "swap_used_bytes"),
 )
 
@@ -109,10 +108,12 @@ class WeirCollector(Collector):
         age = max(0.0, s.now() - oldest) if oldest is not None and load.waiting else 0.0
         yield _gauge("weir_oldest_waiting_age_seconds", "Age of the oldest waiting row.", age)
         yield _gauge("weir_kv_usage_ratio", "Share of the KV pool held by rows.", self._kv_ratio())
-        blocks = {("used",): stats.kv_blocks_used, ("cached",): stats.kv_blocks_cached, ("free",): self._free_blocks()}
-        yield _gauges("weir_kv_blocks", "KV blocks.", ("state",), blocks)
+        blocks = {("used",): stats.kv_blocks_used, ("cached",): stats.kv_blocks_cached, ("free",): s.free_chunks}
+        text = "KV memory in chunks, each one block where the model has one attention type."
+        yield _gauges("weir_kv_blocks", text, ("state",), blocks)
         kv = {("used",): stats.kv_used_bytes, ("cached",): stats.kv_cached_bytes, ("resident",): stats.kv_resident_bytes}
         yield _gauges("weir_kv_bytes", "KV memory: held by rows, cached prefixes, in RAM.", ("state",), kv)
+        yield _gauge("weir_swap_pool_bytes", "Size of the swap pool.", s.ready.swap_bytes)
         for name, text, field in ENGINE_GAUGES:
             yield _gauge(f"weir_{name}", text, getattr(stats, field))
         for name, knobs in (("target", s.board.target), ("effective", s.effective)):
@@ -174,20 +175,13 @@ class WeirCollector(Collector):
             yield _histogram(f"vllm:{name}", text, labels, buckets)
 
     def _pool_bytes(self) -> int:
-        g = self.s.ready.geometry
-        return max(1, self.s.ready.usable_blocks * g.chunk_bytes // max(1, sum(g.blocks_per_chunk.values())))
+        return max(1, self.s.ready.usable_blocks * self.s.ready.geometry.chunk_bytes)
 
     def _kv_ratio(self) -> float:
         return min(1.0, self.s.book.stats.kv_used_bytes / self._pool_bytes())
 
     def _kv_seconds(self) -> float:
         return self.s.book.stats.kv_used_byte_seconds / self._pool_bytes()
-
-    def _free_blocks(self) -> int:
-        """Before the engine's first report the whole pool is free."""
-        stats = self.s.book.stats
-        known = stats.kv_blocks_used or stats.kv_blocks_cached or stats.kv_blocks_free
-        return stats.kv_blocks_free if known else self.s.ready.usable_blocks
 
 
 def registry_of(service: Service) -> CollectorRegistry:

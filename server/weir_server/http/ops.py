@@ -11,12 +11,14 @@ from weir_server.http.ask import encode
 from weir_server.http.errors import ApiError, bad, json_response
 from weir_server.http.generate import read_json_body
 from weir_server.http.keys import SERVICE
-from weir_server.http.live import Call
+from weir_server.http.live import Call, LiveRow
 from weir_server.http.metrics import render
-from weir_server.http.schema import check_ids, parse_body
+from weir_server.http.schema import LANES, check_ids, parse_body
 from weir_server.http.service import Service
+from weir_server.policy.queue import effective_lane
 
 REGISTRY = web.AppKey("registry", CollectorRegistry)
+LANE_NAMES = {lane: name for name, lane in LANES.items()}
 
 
 async def health(request: web.Request) -> web.Response:
@@ -109,29 +111,49 @@ async def detokenize(request: web.Request) -> web.Response:
 async def cache_stats(request: web.Request) -> web.Response:
     """The KV pool: its blocks, its bytes, the budget, the prefix cache and the swap pool."""
     service = request.app[SERVICE]
-    stats, ready_ = service.book.stats, service.ready
+    s, ready_ = service.book.stats, service.ready
+    g, free = ready_.geometry, service.free_chunks
     return json_response({
-        "block_tokens": ready_.geometry.block_tokens, "usable_blocks": ready_.usable_blocks,
-        "used_blocks": stats.kv_blocks_used, "cached_blocks": stats.kv_blocks_cached,
-        "used_bytes": stats.kv_used_bytes, "cached_bytes": stats.kv_cached_bytes,
+        "block_tokens": g.block_tokens, "blocks_per_chunk": g.blocks_per_chunk, "chunk_bytes": g.chunk_bytes,
+        "usable_blocks": ready_.usable_blocks, "used_blocks": s.kv_blocks_used, "cached_blocks": s.kv_blocks_cached,
+        "allocated_blocks": s.kv_blocks_used + s.kv_blocks_cached, "live_blocks": s.kv_blocks_used,
+        "free_blocks": {kind: s.kv_free_by_type.get(kind, free * n) for kind, n in g.blocks_per_chunk.items()},
+        "reserved_bytes": ready_.usable_blocks * g.chunk_bytes, "resident_bytes": s.kv_resident_bytes,
+        "used_bytes": s.kv_used_bytes, "cached_bytes": s.kv_cached_bytes, "stranded_bytes": s.kv_stranded_bytes,
         "budget_bytes": service.effective.kv_cache_budget,
-        "queried_tokens": stats.prefix_queries, "hit_tokens": stats.prefix_hits, "evictions": stats.prefix_evictions,
+        "queried_tokens": s.prefix_queries, "hit_tokens": s.prefix_hits, "evictions": s.prefix_evictions,
+        "adopted_evictions": s.adopted_evictions,
+        "swap_bytes": ready_.swap_bytes, "swap_used_bytes": s.swap_used_bytes, "offloads": s.offloads,
+        "restored_tokens": s.restored_tokens,
     })  # fmt: skip
 
 
 async def request_get(request: web.Request) -> web.Response:
     """What a request is doing, and if it is not running, what it waits for."""
     service, call = request.app[SERVICE], _find(request)
-    rows = []
-    for row in call.rows:
-        state = row.reason or ("running" if row.admitted else "waiting")
-        rows.append({"index": row.index, "state": state, "generated_tokens": row.text.tokens})
-    waits = any(not row.admitted and row.reason is None for row in call.rows)
-    load, now = service.book.load, service.now()
-    known = {"id": call.name, "label": call.label, "age_seconds": now - call.arrived, "prompt_tokens": call.prompt_tokens}
-    ahead = sum(not r.admitted and r.seen.arrived < call.arrived for r in service.book.rows.values())
-    waiting = {"waits_for": load.bound if waits else None, "rows_ahead": ahead if waits else 0}
-    return json_response({**known, "rows": rows, **waiting})
+    now, lane, deadline = service.now(), call.submits[0].lane, call.submits[0].deadline
+    waiting = [row for row in call.rows if not row.admitted and row.reason is None]
+    return json_response({
+        "id": call.name, "label": call.label, "age_seconds": now - call.arrived, "prompt_tokens": call.prompt_tokens,
+        "priority": LANE_NAMES[lane], "seconds_left": None if deadline is None else max(0.0, deadline - now),
+        "waits_for": service.book.load.bound if waiting else None,
+        "rows": [_row(service, row, now) for row in call.rows],
+    })  # fmt: skip
+
+
+def _row(service: Service, row: LiveRow, now: float) -> dict[str, Any]:
+    """A row, and if it waits: its place in the queue, and the KV memory that it needs beside what there is."""
+    state = row.reason or ("running" if row.admitted else "waiting")
+    known = {"index": row.index, "state": state, "generated_tokens": row.text.tokens}
+    if state != "waiting":
+        return known
+    stats, prompt = service.book.stats, len(row.submit.prompt)
+    return known | {
+        "lane": LANE_NAMES[effective_lane(row, now)], "rows_ahead": service.book.ahead(row, now), "tokens_needed": prompt,
+        "kv_bytes_needed": service.book.needs(prompt, row.submit.sampling.max_tokens),
+        "kv_bytes_used": stats.kv_used_bytes, "kv_bytes_cached": stats.kv_cached_bytes,
+        "kv_budget_bytes": service.effective.kv_cache_budget,
+    }  # fmt: skip
 
 
 async def request_delete(request: web.Request) -> web.Response:

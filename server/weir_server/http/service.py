@@ -85,7 +85,7 @@ class Service:
             initial["kv_cache_budget"] = min(budget, initial.get("kv_cache_budget", budget))
         boot = r.boot.merged(within(r.envelope, initial, r.geometry.chunk_bytes))
         self.seen = Observations(self.options.slo, r.context_per_slot, self.now())
-        self.book = Book(self.model.tokenizer, self.seen, r.boot, r.geometry, r.plant, self.engine.send)
+        self.book = Book(self.model.tokenizer, self.seen, r, self.engine.send)
         self.memory_limit = cgroup_limit()
         chunk, slo = r.geometry.chunk_bytes, self.options.slo
         self.board = KnobBoard(instance, r.envelope, boot, slo, chunk, engine=r.boot, budget_room=self.budget_room())
@@ -213,6 +213,12 @@ class Service:
             self.now(), self.board, self.effective, self.book.load, self.book.stats, self.seen, self.book.oldest_arrival,
             self.memory_used(), self.memory_limit,
         )  # fmt: skip
+
+    @property
+    def free_chunks(self) -> int:
+        """Before the engine's first report the whole pool is free."""
+        s = self.book.stats
+        return s.kv_blocks_free if s.kv_blocks_used or s.kv_blocks_cached or s.kv_blocks_free else self.ready.usable_blocks
 
     def memory_used(self) -> int:
         """Bytes of both processes, without file pages; the engine's as it last said."""

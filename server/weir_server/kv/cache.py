@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from weir_server.contract import FULL, SLIDING
 from weir_server.kv.blocks import BlockAllocator
 from weir_server.kv.pool import ChunkPool
 from weir_server.kv.prefix import PrefixCache
@@ -51,6 +52,12 @@ class Cache:
         """Of free blocks in chunks that have used ones."""
         parts = ((a.loose, a.per_chunk) for a in (self.full, self.ring) if a.loose)
         return sum(loose * self.pool.chunk_bytes // per_chunk for loose, per_chunk in parts)
+
+    @property
+    def free_by_type(self) -> dict[str, int]:
+        """Blocks that each attention type could get, if the other got none."""
+        of = {FULL: (self.full, self.shape.full_per_chunk), SLIDING: (self.ring, self.shape.ring_per_chunk)}
+        return {kind: self.pool.free * n + blocks.loose for kind, (blocks, n) in of.items() if n}
 
     def room(self, chunks: int) -> Room:
         """What rows may take if they may hold `chunks` in all."""

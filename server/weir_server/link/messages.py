@@ -66,6 +66,8 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     cache_dir: str | None = None  # where the weight cache lives; None = the default
     deterministic: bool = False
     batching: bool = True  # False: --no-batch, one row at a time
+    memory_limit: int | None = None  # bytes to size for, whatever the machine has
+    measure: bool = True  # measure the plant before serving
     null_model: bool = False  # NullRunner: engine overhead without a model
 
 
@@ -142,6 +144,9 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     sizing: list[str]  # the arithmetic of the pool, a line each
     load_seconds: float
     memory_used: int = 0  # bytes of the child (anonymous + shared), with nothing in the pool
+    window: int | None = None  # tokens that a sliding layer sees, its own included; None = no layer slides
+    piece: int = 0  # most tokens that one row is fed in one step
+    swap_bytes: int = 0
 
 
 class Fatal(msgspec.Struct, frozen=True, tag=True):
@@ -238,6 +243,7 @@ class Stats(msgspec.Struct):
     swap_used_bytes: int = 0
     swap_bytes: int = 0
     kv_stranded_bytes: int = 0  # free blocks beside used ones in their chunks: free to their type alone
+    kv_free_by_type: dict[str, int] = {}  # blocks that an attention type could get: of all free chunks, and its own loose ones
     bypassed: int = 0  # rows admitted past a head of the queue that did not fit
     promoted: int = 0  # rows that waited themselves into a higher lane, one for each lane
     prefill_grants: int = 0  # steps with a reserved share for a parked prefill

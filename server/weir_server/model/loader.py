@@ -59,9 +59,18 @@ class Checkpoint:
     key: str  # identity of the source, for logs and prefix hashes
 
 
+def read_config(path: Path) -> DecoderConfig:
+    """Of a model (as `files.resolve` gives it), from its headers. Raises ModelError."""
+    return _source(path).config
+
+
+def _source(path: Path) -> _Source:
+    return _Directory(path) if path.is_dir() else _Gguf(path)
+
+
 def load_checkpoint(path: Path, cache_dir: str | None = None) -> Checkpoint:
     """Load `path` (as `files.resolve` gives it). Raises ModelError."""
-    source: _Source = _Directory(path) if path.is_dir() else _Gguf(path)
+    source = _source(path)
     key = _key(source.files)
     for directory in _cache_directories(cache_dir):
         cached = directory / f"{key}.safetensors"

@@ -1,0 +1,139 @@
+"""The figures in docs/benchmarks.md, from the raw data beside it: what has been measured stands there, and nothing else.
+
+    PYTHONPATH=benchmarks python -m weir_bench.tables
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from weir_bench import results
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- figures: weir_bench.tables -->", "<!-- end of figures -->"
+Rows = Iterable[Iterable[Any]]
+
+
+def table(head: Iterable[str], rows: Rows) -> list[str]:
+    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def overhead(d: dict[str, Any]) -> list[str]:
+    f, steps = d["figures"], d["rows"]["step_microseconds"]
+    return [
+        f"{f['cpu_microseconds_per_token']:.1f} µs of CPU for each token at 32 rows, {f['tokens_per_second']:,.0f} tokens/s. "
+        f"A step with 1,000 waiting takes {f['step_with_1000_waiting_against_10']:.2f} times one with 10. "
+        f"Of {d['long']['requests']:,} requests the last tenth took {f['last_tenth_against_second']:.2f} times as long as the "
+        f"second, and memory grew by {f['memory_growth_bytes'] / 1e6:.1f} MB.",
+        "",
+        *table(("rows", *steps), [("µs of CPU a step", *(f"{s['median']:.0f}" for s in steps.values()))]),
+    ]
+
+
+def attention(d: dict[str, Any]) -> list[str]:
+    f = d["figures"]
+    head = ("tokens of context", "in place, ms", "gathered, ms", "ratio", "GB/s read in place")
+    rows = [
+        (n, f"{c['paged_seconds'] * 1e3:.2f}", f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}",
+         f"{c['paged_gigabytes_per_second']:.1f}")
+        for n, c in f.items() if isinstance(c, dict)
+    ]  # fmt: skip
+    return [*table(head, rows), "", f"Roof of reading memory in the same run: {f['read_roof_gigabytes_per_second']:.1f} GB/s."]
+
+
+def prefix(d: dict[str, Any]) -> list[str]:
+    f = d["figures"]
+    warm, cold = (f[f"ttft_seconds_{name}"]["median"] for name in ("with_sharing", "without"))
+    return [
+        f"Eight requests hold the prefix {f['copies_of_the_prefix']:g} time: {f['used_bytes_with_sharing'] / 2**20:.0f} MiB in "
+        f"use against {f['used_bytes_without'] / 2**20:.0f}, {f['saved_bytes'] / 2**20:.0f} MiB less. First tokens after "
+        f"{warm:.2f} s against {cold:.2f} s (medians). Tokens and log-probabilities are "
+        f"{'the cold ones, bit for bit' if f['identical_to_cold'] else 'NOT those of the cold run'}."
+    ]
+
+
+def streams(d: dict[str, Any]) -> list[str]:
+    rows = [(n, f"{c['itl_p95'] * 1e3:.0f}", f"{c['ttft']:.2f}") for n, c in d["figures"].items()]
+    return table(("chunk", "time between tokens, p95, ms", f"first token of {d['prompt']} tokens, s"), rows)
+
+
+def watermark(d: dict[str, Any]) -> list[str]:
+    counted, timed = d["figures"]["counted"], d["figures"]["timed"]
+    head = ("watermark", "preemptions", "reclaims by decodes", "turns", "steps", "computed again", "seconds, timed sets")
+    names = ("preemptions", "reclaims_by_decodes", "turns", "steps", "recomputed_tokens")
+    return table(head, [(w, *(f"{c[n]:.0f}" for n in names), f"{timed[w]['seconds']:.1f}") for w, c in counted.items()])
+
+
+def policies(d: dict[str, Any]) -> list[str]:
+    head = ("pool, victims, eviction", "preemption tax", "preemptions", "prompt tokens found", "first token, p95, s")
+    rows = [
+        (n, f"{c['tax']['median']:.1%}", f"{c['preempted']['median']:.0f}", f"{c['hit_share']['median']:.1%}",
+         f"{c['ttft_p95']['median']:.1f}")
+        for n, c in d["figures"].items() if n != "real tax"
+    ]  # fmt: skip
+    real = "; ".join(f"{n} {', '.join(f'{t:.1%}' for t in taxes)}" for n, taxes in d["figures"]["real tax"].items())
+    return [*table(head, rows), "", f"Tax on the real model, in real time: {real}."]
+
+
+def serving(d: dict[str, Any]) -> list[str]:
+    return table(("ratio", ""), [(n.replace("_", " "), f"{v:.2f}") for n, v in d["figures"].items()])
+
+
+def memory(d: dict[str, Any]) -> list[str]:
+    f = d["figures"]
+    return [
+        f"{f['anonymous_bytes'] / 1e6:.0f} MB with the pool full, of {f['bound_bytes'] / 1e6:.0f} allowed. Of what lies above "
+        f"a lowered budget {f['returned_share']:.0%} came back within {f['returned_within_seconds']:.1f} s of the last end. "
+        f"{d['endurance']['requests']:,} requests later: {f['growth_over_requests']:+.2%}; leaked: "
+        f"{', '.join(f'{n} {c}' for n, c in f['leaked'].items())}."
+    ]
+
+
+def fuzz(d: dict[str, Any]) -> list[str]:
+    f, c = d["figures"], d["counters"]
+    told = ("preempted", "offloads", "soft_resets", "prefix_hits", "adopted_evictions", "bypassed", "promoted")
+    counts = ", ".join(f"{name.replace('_', ' ')} {c[name]:,}" for name in told)
+    return [
+        f"{f['steps']:,} steps in {f['walks']:,} walks from seed {f['seed']}, {f['failures']} failures; on the way {counts}."
+    ]
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+    "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
+    "policies": policies, "serving": serving, "memory": memory, "fuzz": fuzz,
+}  # fmt: skip
+
+
+def render(folder: Path) -> str:
+    """All sections that there is data for; data of another shape than today's command writes is left out by name."""
+    lines: list[str] = []
+    for name, section in SECTIONS.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        d = json.loads(path.read_text())
+        m = d["machine"]
+        lines += [f"### {name}", "", f"{m['cpu']}, {m['cores']} cores, {', '.join(m['isa'])}; {d['date'][:10]}; load "
+                  f"{m['load_average'][0]}.", ""]  # fmt: skip
+        try:
+            lines += [*section(d), ""]
+        except KeyError as e:
+            lines += [f"Written by an older form of the command (no {e}): run it again.", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = results.arguments("tables", __doc__, model=False).parse_args()
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{render(args.output)}\n{END}{after}")
+
+
+if __name__ == "__main__":
+    main()
