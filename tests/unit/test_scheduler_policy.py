@@ -51,6 +51,11 @@ def test_the_chunk_is_large_while_nothing_decodes_and_small_while_something_does
     assert decide(state([decoding(), prefilling(2000)])).take == (1, CHUNK_DECODING)
 
 
+def test_prefill_first_takes_the_large_chunk_even_while_something_decodes() -> None:
+    assert decide(state([decoding(), prefilling(2000)], limits=Limits(1000, prefill_first=True))).take == (1, CHUNK_IDLE)
+    assert decide(state([decoding(), prefilling(2000)], limits=Limits(512, prefill_first=True))).take == (0, 512)
+
+
 def test_an_explicit_chunk_pins_both() -> None:
     limits = Limits(tokens=1000, chunk=100)
     assert decide(state([prefilling(2000)], limits=limits)).take == (100,)
@@ -170,9 +175,10 @@ def test_only_strictly_lower_lanes_make_way_lowest_first_then_by_progress_and_th
     def gone(need: int, **more: object) -> tuple[int, ...]:
         plan = decide(state(rows, [Waiting(8, need, lane=0), Waiting(8, 1, lane=0)], free=10, **more))
         assert plan.cause == ("priority" if plan.preempt else None)
+        assert not plan.preempt or plan.admit == ((0, 8),), "the head alone joins, though the next would fit"
         return plan.preempt
 
-    assert gone(10) == () and gone(14) == (3,) and gone(18) == (3, 2) and gone(27) == (3, 2, 1)
+    assert gone(10) == () and gone(13) == gone(14) == (3,) and gone(18) == (3, 2) and gone(27) == (3, 2, 1)
     assert gone(28) == (), "the oldest and the equal stay, and then nobody leaves for nothing"
     assert gone(18, limits=Limits(1000, pressure="newest_stalled")) == (3, 2)
     assert gone(14, limits=Limits(1000, pressure="newest_stalled"), watermark=0.04) == (3, 2), "the watermark is kept"
