@@ -108,6 +108,8 @@ def cells(short: bool) -> list[Cell]:
 def build(cell: Cell, folder: Path | None, seconds: float) -> Case:
     """`seconds`: of one phase; a shifting workload has three."""
     machine, names = MACHINES[cell.machine], _phases(cell.workload)
+    if cell.memory == "tight":  # a pool must hold the longest row, so that must not be a model's whole context
+        machine = replace(machine, context=min(machine.context, round(4 * sum(lengths(KINDS[names[0]], machine)))))
     ttft = max(KINDS[name].ttft[machine.small] for name in names)
     slo = Slo(ttft, machine.objective * machine.plant.a)
     setup = PodSetup(

@@ -40,7 +40,6 @@ Line = dict[str, Any]
 
 def run_cell(job: tuple[Cell, Path | None, float, bool, frozenset[str]]) -> list[Line]:
     """All runs of one cell that are not done yet."""
-    os.nice(15)
     cell, folder, seconds, short, done = job
     case = build(cell, folder, seconds)
     lines: list[Line] = []
@@ -109,14 +108,14 @@ def _bins(times: Sequence[float], end: float) -> list[int]:
     return found
 
 
-def run(out: Path, folder: Path | None, short: bool, jobs: int, limit: float) -> None:
+def run(out: Path, folder: Path | None, short: bool, jobs: int, limit: float, nice: int) -> None:
     """Until all is done or `limit` seconds are over; what is done stays."""
     out.parent.mkdir(parents=True, exist_ok=True)
     done = frozenset(f"{line['cell']}|{line['run']}" for line in read(out)) if out.exists() else frozenset()
     todo = [(cell, folder, SECONDS[short], short, done) for cell in cells(short)]
     todo = [job for job in todo if any(f"{job[0].key}|{n}" not in done for n in (SET_POINT, "best", *RIVALS))]
     began, count = time.monotonic(), 0
-    with multiprocessing.Pool(jobs) as pool, out.open("a") as file:
+    with multiprocessing.Pool(jobs, initializer=os.nice, initargs=(nice,)) as pool, out.open("a") as file:
         for lines in pool.imap_unordered(run_cell, todo):
             for line in lines:
                 file.write(json.dumps(line) + "\n")
@@ -332,12 +331,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which it stops, to go on another time")
     parser.add_argument("--lines", type=Path, help="the JSON-lines file of runs (default: build/eval-tuner[-short].jsonl)")
+    parser.add_argument("--nice", type=int, default=15)
     parser.add_argument("--only-report", action="store_true")
     options = parser.parse_args()
     name = "tuner-short" if options.short else "tuner"
     out = options.lines or Path("build") / f"eval-{name}.jsonl"
     if not options.only_report:
-        run(out, options.traces, options.short, options.jobs, options.limit)
+        run(out, options.traces, options.short, options.jobs, options.limit, options.nice)
     document = report(list(read(out)))
     path = results.write(name, document)
     plot(document, path.with_suffix(".png"))

@@ -20,6 +20,7 @@ import psutil
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from weir_bench import results
+from weir_bench.process import die_with_parent
 
 WALKS = 50
 """Of one round."""
@@ -47,7 +48,7 @@ def walks(steps: int, first: int, processes: int, shrink: bool) -> tuple[Counter
     failures: list[dict[str, Any]] = []
     columns = (TextColumn("steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     context = multiprocessing.get_context("spawn")
-    with Progress(*columns) as progress, ProcessPoolExecutor(processes, mp_context=context) as pool:
+    with Progress(*columns) as progress, ProcessPoolExecutor(processes, context, die_with_parent) as pool:
         bar, seed = progress.add_task("steps", total=steps), first
         running: set[Future[tuple[int, Counter[str], str | None]]] = set()
         while running or (total["steps"] < steps and not failures):

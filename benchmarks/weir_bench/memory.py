@@ -104,7 +104,8 @@ async def endure(server: Running, requests: int, progress: Progress) -> dict[str
     return {
         "requests": requests, "engine_growth": last["engine_bytes"] / first["engine_bytes"] - 1,
         "leaked": {
-            **{k: last[k] - first[k] for k in ("descriptors", "server_descriptors", "threads")}, "kv": last["kv_used_bytes"],
+            **{k: max(0, last[k] - first[k]) for k in ("descriptors", "server_descriptors", "threads")},
+            "kv": last["kv_used_bytes"],
         },
         "readings": readings,
     }  # fmt: skip

@@ -17,7 +17,8 @@ PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Ask the kernel to end this process when the one that started it ends."""
     if _LIBC is not None:
         _LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -39,7 +40,7 @@ class Child:
 
     async def __aenter__(self) -> Child:
         def prepare() -> None:
-            _die_with_parent()
+            die_with_parent()
             os.nice(self.nice)
 
         with contextlib.ExitStack() as stack:

@@ -95,6 +95,7 @@ def test_two_manifests_are_shown_loaded_steered_and_ended(box: Any) -> None:
     top = run.shown("top", "two", "--seconds=1")["two-0"]
     assert top["knobs"]["max_queue_depth"] == 32 and top["kv"] is not None
     assert run.infd("advise", "two").returncode == 0
+    assert run.shown("size", "one")["kv"]["chunk_bytes"] > 0
     assert run.shown("history", "two")[-1]["outcome"] == "Warming"
 
     assert run.infd("pause", "one").stdout == "inferencedeployments/one paused\n"

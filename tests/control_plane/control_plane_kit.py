@@ -90,14 +90,29 @@ class Cluster:
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
     def quiet(self, operator: Operator, namespace: str) -> None:
-        """Wait until nothing waits for a pass and nothing was written between two looks."""
-        count = -1
+        """Wait until the status speaks of the pods that are there, the tuner has had its first say, and nothing is written."""
+        count, same = -1, 0
 
         def still() -> bool:
-            nonlocal count
+            nonlocal count, same
             before, count = count, len(self.writes(namespace))
-            return before == count and operator.metric("weir_operator_queued_keys") == 0
+            same = same + 1 if before == count and operator.metric("weir_operator_queued_keys") == 0 else 0
+            return same >= 5
 
+        def settled() -> bool:
+            listed = json.loads(self.kubectl("get", "infd,deployment", "-n", namespace, "-o", "json").stdout)["items"]
+            made = {i["metadata"]["name"]: i for i in listed if i["kind"] == "Deployment"}
+            for infd in (i for i in listed if i["kind"] == "InferenceDeployment"):
+                deployment = made[infd["metadata"]["name"]]
+                status, pods = deployment["status"], deployment["status"].get("replicas", 0)
+                seen = status["observedGeneration"] == deployment["metadata"]["generation"]
+                if not seen or pods < deployment["spec"]["replicas"]:
+                    return False
+                if "tuning" not in infd["status"] or infd["status"]["replicas"] != pods:
+                    return False
+            return True
+
+        wait(settled, why="the controllers and the tuner have had their say")
         wait(still, why="nothing left to do")
 
     def log(self, name: str) -> str:

@@ -39,17 +39,7 @@ def test_children_status_and_manners(cluster: Cluster, namespace: str, operator:
 def test_a_second_pass_writes_nothing(cluster: Cluster, namespace: str, operator: Operator) -> None:
     cluster.apply(resource(), namespace)
     settled(cluster, operator, namespace)
-    wait(lambda: condition(cluster, namespace, "Ready").get("reason") not in (None, "Starting") or True)
-    passes = operator.metric("weir_operator_reconciles_total")
-    quiet = [0]
-
-    def still() -> bool:
-        count = len(cluster.writes(namespace))
-        same = count == quiet[0] and operator.metric("weir_operator_queued_keys") == 0
-        quiet[0] = count
-        return same
-
-    wait(still)
+    cluster.quiet(operator, namespace)
     before = len(cluster.writes(namespace))
     passes = operator.metric("weir_operator_reconciles_total")
     for i in range(3):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from weir_operator.tuner import chain, plant
 from weir_operator.tuner.chain import Model, goodputs, predict
+from weir_operator.tuner.setpoint import Reach, certain, choose
 from weir_operator.tuner.types import Mix
 from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Plant, hist_index
 
@@ -172,3 +173,15 @@ def test_goodput_lies_between_nothing_and_what_is_offered_or_can_be_served(batch
     model = Model(plant_, replace(MIX, offered=offered, quantiles=(offered,)), ONE, {hist_index(2.0): 5.0})
     g = goodputs(model, 2.0, 0.1, batch, depth)[depth]
     assert -1e-9 <= g <= min(offered, model.departures(batch)) * (1 + 1e-9)
+
+
+def test_a_gain_within_the_error_of_its_own_prediction_is_none():
+    """ρ that scatters from tick to tick, or few times per token, make a small gain doubtful; a large one stays."""
+    steady = Model(CPU, MIX, dict.fromkeys(ONE, 1000000.0), {hist_index(3.0): 10.0})
+    reach = Reach(4, 1, (1, 64), (1, 64))
+    choice = choose(steady, 2.0, 0.108, reach)
+    assert choice.batch > 4 and choice.gains and certain(steady, 2.0, 0.108, reach, choice)
+    wild = Model(CPU, replace(MIX, ticks=3, prefill_variance=16.0), steady.spread, steady.prefill)
+    close = Reach(choice.batch - 1, choice.depth, (1, 64), (1, 64))
+    small = replace(choice, present=choice.goodput / 1.03)
+    assert certain(steady, 2.0, 0.108, close, small) and not certain(wild, 2.0, 0.108, close, small)

@@ -371,6 +371,18 @@ def test_logprobs_of_the_prompt_come_once_in_order_and_bypass_what_is_cached() -
     assert kit.stats.preempted > 0, "a row that is computed again tells nothing twice"
 
 
+def test_a_prompt_that_is_computed_anew_from_half_way_tells_only_what_it_had_not() -> None:
+    kit = Kit(blocks=24, rows=3, chunk=4, tokens=8, prefix_cache=False)
+    kit.submit(10, 50)
+    a = kit.submit(40, 4, lane=2, prompt_logprobs=0)
+    kit.step(6)
+    assert 0 < len(kit.told[a, 0]) < 39
+    kit.submit(36, 8, lane=0)
+    kit.run()
+    assert kit.stats.preemptions_by_cause["priority"] == 1 and kit.stats.recomputed_tokens > 0
+    assert [entry.logprob for entry in kit.told[a, 0]] == [-float(i) for i in range(1, 40)]
+
+
 def test_a_forward_that_leaves_out_prompt_logprobs_ends_the_row() -> None:
     kit = Kit()
     kit.runner.spoil = lambda results: [setattr(r, "prompt_logprobs", None) or r for r in results]

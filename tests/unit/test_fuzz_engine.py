@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -33,10 +34,10 @@ setups = st.builds(
     chunks=st.integers(15, 28),
     rows=st.integers(1, 6),
     watermark=st.sampled_from([0.0, 0.1, 0.5]),
-    tokens=st.integers(1, 24),
+    tokens=st.sampled_from([1, 2, 3, 4, 6, 8, 12, 16, 24]),
     pages=st.sampled_from([math.inf, math.inf, 30]),
     chunk=st.sampled_from([None, 0, 1, 5, 16]),
-    grant=st.sampled_from([0, 1, 3]),
+    grant=st.sampled_from([0, 1, 1, 3]),
     scheduler=st.sampled_from(["fifo", "prefill_first"]),
     prompts=st.sampled_from([1, 2, 4]),
     padded=st.sampled_from([None, 0, 20]),
@@ -131,6 +132,7 @@ def walk(walks: int, seed: int, shrink: bool = True) -> None:
         logging.disable(logging.NOTSET)
 
 
+@pytest.mark.timeout(900)  # half a minute, where nothing else runs
 def test_random_walks_keep_every_invariant() -> None:
     """At least 10,000 steps; at their end each mechanism must have been at work."""
     total.clear()
@@ -142,7 +144,7 @@ def test_random_walks_keep_every_invariant() -> None:
 
 def test_a_hash_of_four_bits_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Collisions everywhere: the check of tokens and parents makes each a miss."""
-    monkeypatch.setattr(prefix, "digest", lambda parent, payload: bytes([hash((parent, payload)) % 16]))
+    monkeypatch.setattr(prefix, "digest", lambda parent, payload: bytes([zlib.crc32(parent + payload) % 16]))
     total.clear()
     walk(25, 1)
     assert total["prefix_hits"]

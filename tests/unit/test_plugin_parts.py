@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from aiohttp import web
 from rich.console import Console
 
@@ -219,6 +220,20 @@ def test_a_pod_that_does_the_arithmetic_has_the_template_and_nothing_that_makes_
     assert "labels" not in pod.get("metadata", {}) and pod["spec"]["restartPolicy"] == "Never"
     assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports"} & set(container)
     assert pod["spec"]["volumes"] == deployment["spec"]["template"]["spec"]["volumes"]
+
+
+def test_what_is_left_out_of_a_size_is_what_the_servers_size_does_not_take() -> None:
+    from typer.main import get_command
+
+    from weir_server.cli.serve import command as serve
+    from weir_server.cli.size import command as size
+
+    def flags(command: Any) -> set[str]:
+        app = typer.Typer(add_completion=False)
+        app.command()(command)
+        return {o for p in get_command(app).params for o in (*p.opts, *p.secondary_opts) if o.startswith("--")}
+
+    assert flags(serve) - flags(size) == set(work.SERVE_ONLY)
 
 
 # ---------------------------------------------------------------- bench

@@ -53,7 +53,8 @@ def test_room_takes_begun_chunks_first_and_then_whole_ones() -> None:
 
 
 @pytest.mark.parametrize(("shape", "chunks", "tokens"), [
-    (Shape(4), 10, 40), (PAIR, 8, 32), (GEMMA, 8, 80), (GEMMA, 4, 12), (Shape(4, 0, 1, 9, 7), 4, 200), (Shape(4, 0, 1, 9, 7), 3, 12),
+    (Shape(4), 10, 40), (PAIR, 8, 32), (GEMMA, 8, 80), (GEMMA, 4, 12), (Shape(4, 0, 1, 9, 7), 4, 200),
+    (Shape(4, 0, 1, 9, 7), 3, 12),
 ])  # fmt: skip
 def test_what_a_pool_can_serve_is_the_longest_row_that_always_fits(shape: Shape, chunks: int, tokens: int) -> None:
     assert shape.servable(chunks, 200) == tokens

@@ -178,7 +178,7 @@ def test_only_strictly_lower_lanes_make_way_lowest_first_then_by_progress_and_th
         assert not plan.preempt or plan.admit == ((0, 8),), "the head alone joins, though the next would fit"
         return plan.preempt
 
-    assert gone(10) == () and gone(14) == (3,) and gone(18) == (3, 2) and gone(27) == (3, 2, 1)
+    assert gone(10) == () and gone(13) == gone(14) == (3,) and gone(18) == (3, 2) and gone(27) == (3, 2, 1)
     assert gone(28) == (), "the oldest and the equal stay, and then nobody leaves for nothing"
     assert gone(18, limits=Limits(1000, pressure="newest_stalled")) == (3, 2)
     assert gone(14, limits=Limits(1000, pressure="newest_stalled"), watermark=0.04) == (3, 2), "the watermark is kept"

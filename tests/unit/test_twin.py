@@ -73,6 +73,7 @@ def test_some_of_those_runs_are_long_enough_to_mean_something():
     rows = list(arrivals([Phase(100, 1.6, 128, 64)], 1, 2048))
     real, quick = windows(Pod, setup, rows, {6: {"max_batch_size": 3}}), windows(Twin, setup, rows, {6: {"max_batch_size": 3}})
     assert real[1] == quick[1] and len(real[1]) > 20
+    assert all(same(a, b) for a, b in zip(real[0], quick[0], strict=True))
     last = quick[0][-1]
     assert last["finished"]["length"] > 50 and sum(last["refused"]["queue_full"].values()) > 10 and last["settled_at"] > 30
 

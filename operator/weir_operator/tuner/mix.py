@@ -59,11 +59,16 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
     new, late = rows / (kept + rows) if rows > 0 else 0.0, max(1.0 - KEEP_RATE, 1.0 / ticks)
     mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("output", "prefill", "context")}
     mean["offered"] = (1 - late) * mix.offered + late * seen.offered
-    variances = {} if odd else {  # what may be another workload says nothing of how this one scatters
-        f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * (getattr(seen, k) - getattr(mix, k)) ** 2)
-        for k in ("output", "prefill")
-    }
-    return replace(mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, quantiles=(mean["offered"],), **mean, **variances), False
+    off = {k: (getattr(seen, k) - getattr(mix, k)) ** 2 for k in ("output", "prefill")}
+    waiting, odd_square = mix.odd_square, 0.0
+    if abs(odd) == 1:  # what may be another workload says nothing of how this one scatters, until it has turned out not to be
+        off["prefill"], odd_square = 0.0, off["prefill"]
+    off["prefill"] += waiting
+    variances = {f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * square) for k, square in off.items()}
+    return replace(
+        mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, odd_square=odd_square, quantiles=(mean["offered"],),
+        **mean, **variances,
+    ), False
 
 
 def _beyond_scatter(seen: Mix, mix: Mix) -> bool:

@@ -114,6 +114,7 @@ class Mix:
     output_variance: float = 0.0  # of one tick's O and ρ about their means
     prefill_variance: float = 0.0
     odd_ticks: int = 0  # ticks in a row that lay far from the means, signed by the side
+    odd_square: float = 0.0  # of the last such tick's distance in ρ, until it is known whether it was a shift
 
 
 @dataclass(frozen=True, slots=True)

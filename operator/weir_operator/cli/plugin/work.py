@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import secrets
 import shutil
 import sys
@@ -23,8 +22,12 @@ from weir_operator.cli.plugin.top import pods_of
 from weir_operator.io.scrape import url_for
 
 MOST_FORWARDED = 8
-OPERATORS_OWN = re.compile(r"--(host|port|control-host|control-port|control-token-file|boot-file)(=|$)")
-"""Flags that say where a server listens: nothing to its size."""
+SERVE_ONLY = (
+    "--api-key", "--api-key-file", "--body-limit", "--boot-file", "--control-host", "--control-port", "--control-token-file",
+    "--drain-timeout", "--host", "--leave-seconds", "--log-level", "--no-metrics", "--port", "--served-model-name",
+    "--slo-tpot", "--slo-ttft", "--state-dir",
+)
+"""Flags of `serve` that say nothing of its size, and that `size` does not take; a test holds the list to the server's own."""
 
 
 # ---------------------------------------------------------------- logs
@@ -146,7 +149,7 @@ async def sized(api: Api, where: Where, raw: Mapping[str, Any], as_json: bool) -
 
 def _sizing(args: Sequence[str]) -> list[str]:
     """`serve MODEL …` as `size MODEL …`."""
-    return ["size", *(arg for arg in args[1:] if not OPERATORS_OWN.match(arg))]
+    return ["size", *(arg for arg in args[1:] if arg.split("=", 1)[0] not in SERVE_ONLY)]
 
 
 def once(pod: str, template: Mapping[str, Any], asked: Sequence[str]) -> list[str]:
