@@ -81,6 +81,11 @@ class Clock:
         return self.now
 
 
+def _ends(message: Cancel | Stop, key: tuple[int, int]) -> bool:
+    """Whether the message ends this row: a Cancel all of its request, a Stop its own alone."""
+    return key[0] == message.id and (isinstance(message, Cancel) or key[1] == message.row)
+
+
 class World:
     """Use as a context manager: on the way out, what is left must come to its end."""
 
@@ -198,7 +203,7 @@ class World:
 
     def _step(self, during: list[Cancel | Stop]) -> None:
         waited, before, ran = self.books.queued(), self.clock.now, set(self.books.running())
-        spoke = {key: len(self.said.get(key, ())) for key in self._live() if any(key[0] == m.id for m in during)}
+        spoke = {key: len(self.said.get(key, ())) for key in self._live() if any(_ends(m, key) for m in during)}
         self.runner.transfers.clear()
         fed = self.engine.step(lambda: during)
         self.steps += 1

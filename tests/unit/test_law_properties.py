@@ -1,4 +1,4 @@
-"""The law's invariants (O1–O5) on plants, starts and outages that hypothesis makes up."""
+"""The law's invariants (O1–O5) on plants, starts and outages that hypothesis makes up. O4 of the set-point: law_plants."""
 
 from __future__ import annotations
 
@@ -6,55 +6,16 @@ import math
 from dataclasses import replace
 from itertools import pairwise
 
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_kit import SPEC, FlowPod, Loop, with_boot
 
-from weir_operator.tuner.chain import Model, goodputs
-from weir_operator.tuner.setpoint import NIL, Reach, choose
-from weir_operator.tuner.types import Mix
-from weir_server.contract import KNOBS, Plant, Slo, hist_index
+from weir_server.contract import KNOBS, Plant, Slo
 
 PLANTS = st.builds(
     Plant, st.floats(0.002, 0.08), st.floats(0.0001, 0.01), st.floats(0.0, 2e-6), st.floats(0.0, 0.003),
     st.sampled_from([64, 512]),
 )
-MIXES = st.builds(
-    lambda offered, output, prefill, context: Mix(offered, (offered,), output, prefill, context),
-    st.floats(0.1, 20), st.floats(8, 400), st.floats(0.05, 8), st.floats(10, 3000),
-)
-ENVELOPE = ((1, 64), (1, 64))
-
-
-def fixed_point(model: Model, ttft: float, tpot: float, start: tuple[int, int]):
-    """Settings on the way from `start`, as the law walks with an exact model; predictions beside them."""
-    path, values = [start], []
-    for _ in range(40):
-        reach = Reach(*path[-1], *ENVELOPE)
-        choice = choose(model, ttft, tpot, reach)
-        values.append(choice.present)
-        if (choice.batch, choice.depth) == path[-1] or not choice.gains:
-            return path, values
-        path.append((choice.batch, choice.depth))
-    raise AssertionError(f"no fixed point: {path}")
-
-
-@given(plant=PLANTS, mix=MIXES, start=st.tuples(st.integers(1, 64), st.integers(1, 64)),
-       ttft=st.floats(0.3, 10), factor=st.floats(1.05, 4))
-@settings(max_examples=60, deadline=None)
-def test_with_an_exact_model_the_law_walks_straight_to_its_fixed_point(plant, mix, start, ttft, factor):
-    """O4: few moves, no reversal, predicted goodput never falls, and the end is the grid's best within the dead-band."""
-    model = Model(plant, mix, {hist_index(1.0): 100.0}, {hist_index(2.0): 100.0})
-    tpot = factor * model.interval(4)
-    path, values = fixed_point(model, ttft, tpot, start)
-    assert len(path) - 1 <= math.log2(64) + 2
-    steps = [b[0] - a[0] for a, b in pairwise(path) if a[0] != b[0]]
-    assert not any(x * y < 0 for x, y in pairwise(steps)), f"reversed: {path}"
-    assert all(b >= a * (1 - 1e-9) for a, b in pairwise(values)), values
-    room = [n for n in range(1, 65) if n == 1 or mix.prefill * model.decoding(n) <= 0.8 * plant.prefill_tokens]
-    best = max(max(goodputs(model, ttft, tpot, n, 64)[1:]) for n in room)
-    assume(best >= 1.1 * NIL * mix.offered)
-    assert values[-1] >= 0.95 * best, (path, values, best)
 
 
 @given(plant=PLANTS, boot=st.tuples(st.integers(1, 64), st.integers(1, 64)), load=st.floats(0.2, 3),
