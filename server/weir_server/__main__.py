@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-
-import typer
+from typing import TYPE_CHECKING
 
 from weir_server.link.errors import UserError
+
+if TYPE_CHECKING:
+    import typer
 
 OURS = ("WEIR_", "LLAMA_ARG_", "MLXCEL_")
 """How the names of variables begin that are settings of ours."""
@@ -30,7 +32,9 @@ def refuse_what_is_not_there(arguments: list[str]) -> None:
 
 
 def make_app() -> typer.Typer:
-    """All commands."""
+    """All commands. What takes long to import is imported in here, where a Ctrl-C is caught."""
+    import typer
+
     from weir_server.cli.fetch import command as fetch
     from weir_server.cli.replay import command as replay
     from weir_server.cli.serve import command as serve

@@ -9,6 +9,7 @@ import time
 import msgspec
 import pytest
 
+from weir_server.cli.child import run_over
 from weir_server.contract import Knobs
 from weir_server.engine import child
 from weir_server.engine.core import Engine
@@ -33,6 +34,18 @@ from weir_server.link.messages import (
 
 BOOT = Boot(model="null", threads=1, null_model=True, num_blocks=1000, context_per_slot=1024)
 PATIENCE = 20.0
+
+
+def test_an_engine_whose_parent_is_gone_loads_nothing(monkeypatch: pytest.MonkeyPatch):
+    """It may die between our start and our asking to die with it."""
+    loaded: list[Boot] = []
+    monkeypatch.setattr(child, "run", lambda boot, channel: loaded.append(boot))
+    ours, theirs = socket.socketpair()
+    ours.sendall(frame(BOOT))
+    with theirs:
+        ours.close()
+        assert run_over(Channel(theirs)) == 0
+    assert not loaded
 
 
 class Parent(Channel):

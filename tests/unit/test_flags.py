@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -20,7 +24,8 @@ from weir_server.cli.talk import TalkFlags
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
 
-MODEL = Path("model.gguf")
+MODEL = __file__
+"""Any file: nothing of it is read."""
 GIB = 1 << 30
 
 
@@ -155,10 +160,25 @@ def test_dense_is_one_page_for_the_context_of_a_row(monkeypatch: pytest.MonkeyPa
     ({"kv_admission_watermark": "0.51"}, "from 0 to 0.5, or auto"),
     ({"kv_admission_watermark": "much"}, "from 0 to 0.5, or auto"),
     ({"kv_cache_budget_min": "1GB"}, "--kv-cache-budget-min"),
+    ({"kv_cache_budget_min": "1e400"}, "more bytes than there are"),
+    ({"kv_cache_budget": "1e400"}, "more bytes than there are"),
+    ({"kv_cache_budget": "much"}, "or a fraction such as 0.5"),
+    ({"cpu_offload_space": math.inf}, "--cpu-offload-space inf: it is at most"),
 ])  # fmt: skip
 def test_what_no_engine_could_be_started_with_is_a_sentence(given: dict[str, Any], words: str):
     with pytest.raises(UserError, match=re.escape(words)):
         boot(**given)
+    with pytest.raises(UserError, match=re.escape(words)):
+        boot_of("/no/such/model", EngineFlags(threads=1, **given))
+
+
+NUMBERS = [name for name, kind in get_type_hints(EngineFlags).items() if {int, float} & {kind, *get_args(kind)}]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_no_message_could_hold_is_a_sentence(name: str):
+    with pytest.raises(UserError, match=f"^--{name.replace('_', '-')} {10**30}: it is at most"):
+        boot_of(MODEL, dataclasses.replace(EngineFlags(), **{name: 10**30}))
 
 
 @pytest.mark.parametrize("flag", flags.NOT_YET)
@@ -166,6 +186,12 @@ def test_what_does_not_exist_yet_is_refused_by_name(flag: str):
     for argument in (flag, flag + "=1"):
         with pytest.raises(UserError, match=f"^{flag} is not available yet"):
             main.refuse_what_is_not_there(["serve", "m", argument])
+
+
+def test_nothing_that_takes_long_is_imported_where_a_signal_would_be_a_traceback():
+    """Ctrl-C is caught inside `main`, so what is imported to get there must be next to nothing."""
+    code = "import weir_server.__main__, sys; print({m.split('.')[0] for m in sys.modules} & {'typer', 'aiohttp', 'msgspec'})"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 
 def test_run_and_chat_have_one_slot_and_chunks_of_2048_and_only_chat_keeps_what_was_said():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from weir_server.cli.bootfile import read_boot_file
 from weir_server.cli.keys import read_keys
 from weir_server.http.bind import bind, listen
 from weir_server.http.marker import BACK_OFF, Marker
@@ -55,6 +56,12 @@ def test_whoever_listens_second_is_told_where_both_could_bind():
         listen(socks[1], 8)
     for sock in socks:
         sock.close()
+
+
+def test_a_drain_of_the_boot_file_that_no_timer_could_wait_for(tmp_path: Path):
+    (file := tmp_path / "boot.yaml").write_text("drain_timeout: 1.0e+300\n")
+    with pytest.raises(UserError, match=r"drain_timeout: 1e.300; it must be a number from 0 to 1000000000"):
+        read_boot_file(str(file))
 
 
 def test_keys_from_the_flag_and_from_a_file(tmp_path: Path):

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weir_server.cli.flags import EngineFlags
 from weir_server.cli.machine import cpu_threads
-from weir_server.kv.sizing import parse_quantity
+from weir_server.kv.sizing import parse_budget, parse_quantity
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
+from weir_server.model.files import resolve
 from weir_server.policy.limits import context_per_slot
 
 if TYPE_CHECKING:  # imported where it is used, while the engine already loads
@@ -22,16 +24,18 @@ PAGE = 16
 MAX_QUEUE_DEPTH = 32
 
 
-def boot_of(path: Path, flags: EngineFlags) -> Boot:
-    """Raises UserError for values that no engine could be started with."""
+MOST = 2**31 - 1
+"""No flag takes a larger number: beyond, nothing is meant, and the message to the engine has no room for it."""
+
+
+def boot_of(model: str, flags: EngineFlags) -> Boot:
+    """Raises UserError for values that no engine could be started with, before it looks for the model."""
     f = flags
-    one_of("--scheduler", f.scheduler, *MARGINS)
-    one_of("--pressure-policy", f.pressure_policy, "auto", "newest_stalled", "least_progress")
-    one_of("--preemption-policy", f.preemption_policy, "longest-first", "lowest-priority")
-    one_of("--decode-storage-backend", f.decode_storage_backend, "auto", "paged", "dense")
+    _check(f)
     slots = _slots(f)
     context = None if f.ctx_size is None else context_per_slot(f.ctx_size, slots)
-    watermark = watermark_of(f)
+    watermark, budget_min = watermark_of(f), quantity("--kv-cache-budget-min", f.kv_cache_budget_min)
+    path = resolve(model)
     return Boot(
         model=str(path), threads=f.threads or cpu_threads(), dtype=f.dtype, context_per_slot=context,
         max_batch_size=slots if f.max_batch_size is None else f.max_batch_size,
@@ -40,12 +44,27 @@ def boot_of(path: Path, flags: EngineFlags) -> Boot:
         max_batch_prefill=f.max_batch_prefill, max_batch_prefill_tokens=f.max_batch_prefill_tokens,
         pressure_policy=f.pressure_policy, enable_preemption=f.enable_preemption, preemption_policy=f.preemption_policy,
         swap_bytes=int(f.cpu_offload_space * (1 << 30)), kv_cache_budget=f.kv_cache_budget,
-        kv_cache_budget_min=quantity("--kv-cache-budget-min", f.kv_cache_budget_min),
+        kv_cache_budget_min=budget_min,
         admission_watermark=WATERMARK if watermark is None else watermark,
         max_queue_depth=f.max_queue_depth or MAX_QUEUE_DEPTH, page_size=_page(path, f, context), num_blocks=f.num_blocks,
         max_memory_percent=f.max_memory_percent, prefix_cache=f.allow_block_sharing and not f.no_prompt_cache,
         cache_dir=f.cache_dir, deterministic=f.deterministic, batching=not f.no_batch, null_model=f.null_model,
     )  # fmt: skip
+
+
+def _check(f: EngineFlags) -> None:
+    """What can be said of the values alone."""
+    for field in fields(f):
+        value = getattr(f, field.name)
+        if isinstance(value, int | float) and not value <= MOST:
+            raise UserError(f"--{field.name.replace('_', '-')} {value}: it is at most {MOST}.")
+    one_of("--scheduler", f.scheduler, *MARGINS)
+    one_of("--pressure-policy", f.pressure_policy, "auto", "newest_stalled", "least_progress")
+    one_of("--preemption-policy", f.preemption_policy, "longest-first", "lowest-priority")
+    one_of("--decode-storage-backend", f.decode_storage_backend, "auto", "paged", "dense")
+    if f.decode_storage_backend == "dense" and f.page_size is not None:
+        raise UserError("--decode-storage-backend dense makes each row's context one page, so --page-size contradicts it.")
+    parse_budget(f.kv_cache_budget)
 
 
 def _slots(f: EngineFlags) -> int:
@@ -76,8 +95,6 @@ def _page(path: Path, f: EngineFlags, context: int | None) -> int:
     """Tokens of a page; `dense` is one page for the whole context of a row, rounded up as the kernels need it."""
     if f.decode_storage_backend != "dense":
         return f.page_size or PAGE
-    if f.page_size is not None:
-        raise UserError("--decode-storage-backend dense makes each row's context one page, so --page-size contradicts it.")
     whole = _model_context(path, f)
     return -(-min(context or whole, whole) // PAGE) * PAGE
 

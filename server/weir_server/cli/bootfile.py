@@ -15,6 +15,9 @@ import yaml
 from weir_server.contract import KNOBS
 from weir_server.link.errors import UserError
 
+MOST_SECONDS = 1e9
+"""What a timer can be set to."""
+
 
 @dataclass(frozen=True)
 class BootFile:
@@ -56,7 +59,8 @@ def _mapping(path: str, content: Any, key: str) -> dict[str, Any]:
 def _number(path: str, key: str, value: Any, whole: bool = False) -> Any:
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value < math.inf:
-        kind = "an integer" if whole else "a number"
-        raise UserError(f"The boot file {path} has {key}: {value!r}; it must be {kind} from 0.")
+    most = math.inf if whole else MOST_SECONDS
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float) or not 0 <= value <= most:
+        kind = "an integer from 0" if whole else f"a number from 0 to {MOST_SECONDS:.0f}"
+        raise UserError(f"The boot file {path} has {key}: {value!r}; it must be {kind}.")
     return value

@@ -22,7 +22,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask for SIGKILL at the parent's death (if it died before we asked, the channel says so)."""
+    """Ask for SIGKILL at the parent's death (if it died before we asked, the channel says so before anything is loaded)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -50,6 +50,7 @@ def _serve(channel: Channel) -> int:
     if not isinstance(boot, Boot):
         channel.send(Fatal(f"the first message was {type(boot).__name__}, not Boot"))
         return 1
+    channel.recv(0)  # raises where the parent died before we asked to die with it: it says nothing more until we are ready
     from weir_server.engine.child import run  # imports torch: not before the parent's death is taken care of
 
     try:

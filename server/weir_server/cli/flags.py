@@ -43,7 +43,7 @@ class LoadFlags:
 
     dtype: Annotated[str, option(MODEL, "--dtype", help="Type that the weights are computed in.")] = "float32"
     cache_dir: Annotated[str | None, option(MODEL, "--cache-dir", help="Where converted weights are kept.")] = None
-    threads: Annotated[int | None, option(MODEL, "--threads", min=1, help="Default: the cgroup's CPU quota.")] = None
+    threads: Annotated[int | None, option(MODEL, "--threads", min=1, max=1024, help="Default: the cgroup's CPU quota.")] = None
     deterministic: Annotated[
         bool, option(MODEL, "--deterministic", help="Fail at start unless answers do not depend on neighbours.")
     ] = False

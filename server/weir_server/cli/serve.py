@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weir_server.cli.boot import boot_of, load_text, name_of, one_of, watermark_of
-from weir_server.cli.bootfile import BootFile, read_boot_file
+from weir_server.cli.bootfile import MOST_SECONDS, BootFile, read_boot_file
 from weir_server.cli.flags import API, OPERATION, EngineFlags, ModelArgument, option, with_flags
 from weir_server.cli.keys import read_keys
 from weir_server.contract import CONTROL_PORT, HTTP_PORT, Plant, Slo
 from weir_server.http.engine_client import EngineClient
 from weir_server.link.errors import UserError
-from weir_server.model.files import resolve
 
 if TYPE_CHECKING:  # what takes long to import is imported where it is used, while the engine already loads
     from weir_server.http.service import Service
@@ -45,7 +45,9 @@ def command(
         str | None, option(OPERATION, "--boot-file", help="YAML with slo, initial knobs and drain_timeout; flags win.")
     ] = None,
     drain_timeout: Annotated[
-        float | None, option(OPERATION, "--drain-timeout", min=0, help="Seconds that SIGTERM gives to requests. Default: 120.")
+        float | None,
+        option(OPERATION, "--drain-timeout", min=0, max=MOST_SECONDS,
+               help="Seconds that SIGTERM gives to requests. Default: 120."),
     ] = None,
     leave_seconds: Annotated[
         float, option(OPERATION, "--leave-seconds", min=0, max=300, help="Seconds for which SIGTERM still takes requests.")
@@ -63,12 +65,11 @@ def command(
     """
     log_to_stderr(log_level)
     file = read_boot_file(boot_file)
-    path = resolve(model)
-    boot = boot_of(path, flags)
     slo = Slo(_positive("--slo-ttft", slo_ttft, file.ttft, 2.0), _positive("--slo-tpot", slo_tpot, file.tpot, 0.08))
     keys = read_keys(_or_empty(api_key, "WEIR_API_KEY"), _or_empty(api_key_file, "WEIR_API_KEY_FILE"))
     if control_host and not control_token_file and control_host not in LOOPBACKS:
         raise UserError(f"--control-host {control_host} needs --control-token-file: without a token it is loopback only.")
+    boot = boot_of(model, flags)
     given = {
         "max_batch_size": flags.max_batch_size, "max_queue_depth": flags.max_queue_depth,
         "admission_watermark": watermark_of(flags),
@@ -86,6 +87,7 @@ def command(
         token_file=control_token_file, metrics=not no_metrics, state_dir=state_dir, leave_seconds=leave_seconds,
     )  # fmt: skip
     addresses = Addresses(host, port, control_host, control_port)
+    path = Path(boot.model)
     name = served_model_name or name_of(path)
     raise typer.Exit(uvloop.run(serve(engine, options, addresses, lambda: load_text(path, name), announce)))
 

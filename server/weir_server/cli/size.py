@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
@@ -18,7 +19,6 @@ from weir_server.engine.memory import memory_used
 from weir_server.http.engine_client import EngineClient
 from weir_server.kv.pool import usable_chunks
 from weir_server.link.messages import Boot
-from weir_server.model.files import resolve
 
 SIZE = "Size"
 
@@ -40,8 +40,9 @@ def command(
     """
     log_to_stderr("warning")
     one_of("--output", output, "text", "json")
-    path = resolve(model)
-    boot = msgspec.structs.replace(boot_of(path, flags), memory_limit=quantity("--memory-limit", memory_limit))
+    limit = quantity("--memory-limit", memory_limit)
+    boot = msgspec.structs.replace(boot_of(model, flags), memory_limit=limit)
+    path = Path(boot.model)
     found = asyncio.run(_measured(boot)) if plant else _dry(boot)
     if output == "json":
         typer.echo(orjson.dumps({"model": name_of(path), **found.to_wire()}, option=orjson.OPT_INDENT_2).decode())

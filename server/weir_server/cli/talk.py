@@ -25,7 +25,6 @@ from weir_server.cli.serve import log_to_stderr
 from weir_server.http.engine_client import EngineFailed
 from weir_server.link.errors import UserError
 from weir_server.link.messages import Boot
-from weir_server.model.files import resolve
 
 CHUNK = 2048
 ANSWER = "Answer"
@@ -41,7 +40,7 @@ class TalkFlags(LoadFlags):
         int | None, option(ANSWER, "--max-tokens", "-n", min=1, help="Default: up to the context's end.")
     ] = None
     temperature: Annotated[
-        float | None, option(ANSWER, "--temperature", min=0.0, help="0 is greedy. Default: the model's.")
+        float | None, option(ANSWER, "--temperature", min=0.0, max=100.0, help="0 is greedy. Default: the model's.")
     ] = None
     top_p: Annotated[float | None, option(ANSWER, "--top-p", help="Default: the model's.")] = None
     seed: Annotated[int | None, option(ANSWER, "--seed", help="Default: another one for each answer.")] = None
@@ -56,11 +55,11 @@ class TalkFlags(LoadFlags):
         except orjson.JSONEncodeError as e:  # bytes that are no UTF-8 reach us as half surrogate pairs
             raise UserError(f"What was said cannot be sent: {e}.") from None
 
-    def boot(self, path: Path, prompt_cache: bool) -> Boot:
+    def boot(self, model: str, prompt_cache: bool) -> Boot:
         names = LoadFlags.__dataclass_fields__
         load = {k: v for k, v in asdict(self).items() if k in names}
         flags = EngineFlags(**load, no_batch=True, prefill_chunk_size=CHUNK, no_prompt_cache=not prompt_cache)
-        return msgspec.structs.replace(boot_of(path, flags), measure=False)
+        return msgspec.structs.replace(boot_of(model, flags), measure=False)
 
 
 @with_flags(TalkFlags)
@@ -75,8 +74,7 @@ def run(
     """Answer one prompt on stdout."""
     log_to_stderr(flags.log_level)
     text = _stdin() if prompt is None else prompt
-    path = resolve(model)
-    with Talk(flags, path, prompt_cache=False) as talk:
+    with Talk(flags, model, prompt_cache=False) as talk:
         talk.turn([{"role": "user", "content": text}], _say)
     if sys.stdout.isatty():
         _say("\n")
@@ -86,13 +84,12 @@ def run(
 def chat(model: ModelArgument, *, flags: TalkFlags) -> None:
     """Talk with a model."""
     log_to_stderr(flags.log_level)
-    path = resolve(model)
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines
-    with Talk(flags, path, prompt_cache=True) as talk:
+    with Talk(flags, model, prompt_cache=True) as talk:
         person = sys.stdin.isatty()
         if person:
-            print(f"{name_of(path)}. {HINT}")
+            print(f"{talk.name}. {HINT}")
         messages: list[dict[str, str]] = []
         while (line := _ask("> " if person else "")) is not None:
             if line == "/new":
@@ -147,11 +144,13 @@ def _say(text: str) -> None:
 class Talk:
     """A loaded model. The event loop runs during a turn only, so that between turns a person's Ctrl-C is plain."""
 
-    def __init__(self, flags: TalkFlags, path: Path, prompt_cache: bool) -> None:
+    def __init__(self, flags: TalkFlags, model: str, prompt_cache: bool) -> None:
         from weir_server.cli.inprocess import own_service
 
         self._flags, self._runner = flags, asyncio.Runner()
-        self._context = own_service(flags.boot(path, prompt_cache), path, name_of(path))
+        boot = flags.boot(model, prompt_cache)
+        self.name = name_of(path := Path(boot.model))
+        self._context = own_service(boot, path, self.name)
 
     def __enter__(self) -> Talk:
         with contextlib.ExitStack() as stack:

@@ -28,9 +28,8 @@ log = logging.getLogger("weir.exec")
 
 def load(boot: Boot) -> LoadedModel:
     """Load boot.model, choose how to multiply and attend, and measure nothing. Raises ModelError (the user's mistake)."""
+    _check_dtype(boot.dtype)
     torch.set_num_threads(boot.threads)
-    if boot.dtype != "float32":
-        raise ModelError(f"dtype {boot.dtype!r} is not served on this device; float32 is.")
     started = time.monotonic()
     checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir)
     with torch.inference_mode():
@@ -42,6 +41,11 @@ def load(boot: Boot) -> LoadedModel:
         loaded = LoadedModel(boot, Decoder(checkpoint, products), str(products), mapped=checkpoint.mapped)
     log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, products)
     return loaded
+
+
+def _check_dtype(dtype: str) -> None:
+    if dtype != "float32":
+        raise ModelError(f"--dtype {dtype} is not served on this device; float32 is.")
 
 
 _SHAPES = ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down", "embed")
@@ -95,6 +99,7 @@ class ModelSizes:
 
 def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
+    _check_dtype(boot.dtype)
     return ModelSizes(read_config(Path(boot.model)), mapped=True)
 
 

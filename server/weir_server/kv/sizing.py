@@ -25,6 +25,7 @@ _SUFFIX = {
     "P": Decimal(10**15), "Ki": Decimal(1 << 10), "Mi": Decimal(1 << 20), "Gi": Decimal(1 << 30), "Ti": Decimal(1 << 40),
     "Pi": Decimal(1 << 50),
 }  # fmt: skip
+_UNLIMITED = ("none", "0")
 _FRACTION = re.compile(r"0?\.\d+|1\.0*")
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)(?:([eE][+-]?\d{1,3})|([mkMGTP]|[KMGTP]i)?)")
 
@@ -39,7 +40,22 @@ def parse_quantity(text: str) -> int:
     if not found:
         raise ValueError(f"{text!r} is not a quantity of bytes; write for example 536870912, 512Mi or 2Gi")
     number, exponent, suffix = found.groups()
-    return int(Decimal(number + (exponent or "")) * _SUFFIX[suffix or ""])
+    if (size := Decimal(number + (exponent or "")) * _SUFFIX[suffix or ""]) >= 1 << 63:
+        raise ValueError(f"{text!r} is more bytes than there are")
+    return int(size)
+
+
+def parse_budget(text: str) -> int | Decimal | None:
+    """Bytes, a share of what fits, or None where it is derived. Raises SizingError."""
+    text = text.strip()
+    if text in ("auto", *_UNLIMITED):
+        return None
+    if _FRACTION.fullmatch(text):
+        return Decimal(text)
+    try:
+        return parse_quantity(text)
+    except ValueError as e:
+        raise SizingError(f"--kv-cache-budget: {e}; or auto, none, or a fraction such as 0.5") from e
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +106,7 @@ def size_pool(machine: Machine, wish: Wish, chunk_bytes: int, shape: Shape) -> S
     fitting = max(0, left // chunk_bytes - RESERVED_CHUNKS)
     slot = shape.worst_chunks(wish.context)
     stated = _stated(wish, fitting, chunk_bytes)
-    unlimited = wish.budget in ("none", "0")
+    unlimited = wish.budget.strip() in _UNLIMITED
     derived = fitting if unlimited else min(fitting, AUTO_CONTEXTS * wish.slots * slot)
     usable = shape.whole_chunks(wish.num_blocks) if wish.num_blocks else max(derived, stated or 0)
     budget = usable if stated is None else min(stated, usable)
@@ -135,15 +151,8 @@ def _swap_chunks(swap_bytes: int, chunk_bytes: int) -> int:
 
 def _stated(wish: Wish, fitting: int, chunk_bytes: int) -> int | None:
     """Chunks of an explicit budget, or None where it is derived. A fraction is one of what fits."""
-    text = wish.budget.strip()
-    if text in ("auto", "none", "0"):
-        return None
-    if _FRACTION.fullmatch(text):
-        return int(fitting * Decimal(text))
-    try:
-        return parse_quantity(text) // chunk_bytes
-    except ValueError as e:
-        raise SizingError(f"--kv-cache-budget: {e}; or auto, none, or a fraction such as 0.5") from e
+    asked = parse_budget(wish.budget)
+    return int(fitting * asked) if isinstance(asked, Decimal) else None if asked is None else asked // chunk_bytes
 
 
 def _mib(size: int) -> str:
