@@ -12,7 +12,9 @@ import pytest
 from gguf import GGUFValueType, GGUFWriter
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
+from weir_server.contract import FULL
 from weir_server.link.errors import UserError
+from weir_server.model.config import from_hf
 from weir_server.model.files import (
     GGML_TYPES,
     ModelError,
@@ -171,3 +173,33 @@ import weir_server.model.config, weir_server.model.files
 print(sorted({'torch', 'numpy', 'gguf'} & set(sys.modules)))
 """
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60).stdout.strip() == "[]"
+
+
+HOSTILE = (
+    [1], [1, "a"], {}, {"rope_type": 3}, {"factor": "x"}, {FULL: 5}, "x", "", -1, 0, 10**9, float("inf"), float("nan"),
+    True, None,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("key", [
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "layer_types",
+    "sliding_window", "sliding_window_pattern", "tie_word_embeddings", "query_pre_attn_scalar", "final_logit_softcapping",
+    "model_type", "hidden_activation", "logits_soft_cap",
+])  # fmt: skip
+def test_whatever_a_config_says_is_understood_or_refused_in_one_sentence(key: str) -> None:
+    for family in ("llama", "mistral", "qwen3", "gemma3_text"):
+        whole = {
+            "model_type": family, "hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "vocab_size": 100,
+            "intermediate_size": 128, "num_key_value_heads": 2, "head_dim": 16,
+        }  # fmt: skip
+        from_hf(whole, Path("/m"))
+        for value in HOSTILE:
+            try:
+                from_hf({**whole, key: value}, Path("/m"))
+            except ModelError as e:
+                assert str(e).startswith("/m ") and "\n" not in str(e)
+    with pytest.raises(ModelError, match="rope_scaling = 5, which is no object"):
+        from_hf({**whole, "rope_scaling": 5}, Path("/m"))
+    with pytest.raises(ModelError, match="more than the 4096"):
+        from_hf({**whole, "num_hidden_layers": 10**9}, Path("/m"))

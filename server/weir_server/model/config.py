@@ -78,11 +78,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_chunk_size": (), "use_bidirectional_attention": (False,), "quantization_config": (),
     "num_local_experts": (0,), "num_experts": (0,), "attn_logit_softcapping": (), "final_logit_softcapping": (),
     "query_pre_attn_scalar": (), "attention_multiplier": (), "embedding_multiplier": (1.0,), "residual_multiplier": (1.0,),
-    "logits_scaling": (1.0,), "logit_scale": (1.0,), "clip_qkv": (), "qk_layernorm": (False,), "use_qk_norm": (False,),
-    "no_rope_layers": (),
+    "logits_scaling": (1.0,), "logit_scale": (1.0,), "logits_soft_cap": (), "clip_qkv": (),
+    "qk_layernorm": (False,), "use_qk_norm": (False,), "no_rope_layers": (),
 }  # fmt: skip
 """config.json fields that change the mathematics → the values under which they change nothing (absent is always one). A
 family may give one a meaning (Family.reads)."""
+
+MOST_LAYERS = 4096
+"""More than any decoder has: a broken config must not have us count to a billion."""
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
 
@@ -97,7 +100,7 @@ def from_hf(config: Mapping[str, Any], where: Path) -> DecoderConfig:
     for key in ("hidden_act", "hidden_activation"):
         if fields.get(key, _ACTIVATIONS[family.activation][0]) not in _ACTIVATIONS[family.activation]:
             raise _not_implemented(where, key, fields[key])
-    return _decoder(family, fields, fields.count("vocab_size"), bool(fields.get("tie_word_embeddings", False)), {})
+    return _decoder(family, fields, fields.count("vocab_size"), fields.flag("tie_word_embeddings"), {})
 
 
 # ---------------------------------------------------------------- GGUF
@@ -172,9 +175,22 @@ class _Fields:
         self.positive(key, default)
         return self.whole(key, default)
 
+    def table(self, key: str) -> dict[str, Any]:
+        """An object, empty where it is left out."""
+        value = self.get(key) or {}
+        if not isinstance(value, dict):
+            raise ModelError(f"{self.where} sets {self.names.get(key, key)} = {value!r}, which is no object.")
+        return value
+
+    def flag(self, key: str) -> bool:
+        value = self.get(key, False)
+        if not isinstance(value, bool):
+            raise ModelError(f"{self.where} sets {self.names.get(key, key)} = {value!r}, which is neither true nor false.")
+        return value
+
     def whole(self, key: str, default: int | None = None) -> int:
         value = default if self.get(key) is None else self[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0 or value != int(value):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf or value != int(value):
             raise ModelError(f"{self.where} sets {self.names.get(key, key)} = {value!r}, which is no whole number.")
         return int(value)
 
@@ -204,6 +220,8 @@ def _head_dim(fields: _Fields) -> int:
 def _attention(family: Family, fields: _Fields) -> tuple[tuple[str, ...], int | None]:
     """Each layer's attention type, and the window of those that slide."""
     layers, slides, given = fields.count("num_hidden_layers"), family.slides, fields.get("layer_types")
+    if layers > MOST_LAYERS:
+        raise ModelError(f"{fields.where} sets num_hidden_layers = {layers}, more than the {MOST_LAYERS} that are served.")
     window, types = None, (FULL,) * layers
     if slides and fields.get("sliding_window") and (fields.get("use_sliding_window") or not family.window_is_opt_in):
         window = fields.count("sliding_window")
@@ -220,15 +238,15 @@ def _attention(family: Family, fields: _Fields) -> tuple[tuple[str, ...], int | 
 def _ropes(family: Family, fields: _Fields, head_dim: int, divisors: Mapping[str, tuple[float, ...]]) -> dict[str, Rope]:
     """By attention type. transformers 5 writes `rope_parameters` (by type, where there are several kinds); before it were
     `rope_theta`, `rope_scaling` and, for sliding layers of families that tell them apart, `rope_local_base_freq`."""
-    given = fields.get("rope_parameters") or {}
+    given = fields.table("rope_parameters")
     by_type = any(kind in given for kind in (FULL, SLIDING))
     if family.local_rope and given and not by_type:
         raise _not_implemented(fields.where, "rope_parameters", given)
-    full = {"rope_theta": fields.positive("rope_theta", 10000.0), **(fields.get("rope_scaling") or {})}
-    full |= (given.get(FULL) or {}) if by_type else given
+    full = {"rope_theta": fields.positive("rope_theta", 10000.0), **fields.table("rope_scaling")}
+    full |= _Fields(given, fields.where).table(FULL) if by_type else given
     ropes = {FULL: _rope(full, head_dim, fields.where, divisors.get(FULL, ()))}
     if family.local_rope:
-        local = {"rope_theta": fields.positive("rope_local_base_freq", 10000.0), **(given.get(SLIDING) or {})}
+        local = {"rope_theta": fields.positive("rope_local_base_freq", 10000.0), **_Fields(given, fields.where).table(SLIDING)}
         ropes[SLIDING] = _rope(local, head_dim, fields.where, divisors.get(SLIDING, ()))
     else:
         ropes[SLIDING] = ropes[FULL]
@@ -268,7 +286,7 @@ def _family(key: str, name: Any, where: Path) -> Family:
         known = {family.model_type: family for family in FAMILIES.values()}
     else:
         known = FAMILIES
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise ModelError(f"{where} is of the architecture {name!r}; served are {', '.join(known)}.")
     return known[name]
 
