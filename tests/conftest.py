@@ -11,12 +11,16 @@ change fails for what it changed; what nobody has tried yet is for `make fuzz`, 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell puts in the background; our children inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("weir", deadline=None, derandomize=True)
 settings.load_profile("weir")

@@ -124,8 +124,8 @@ def walk(walks: int, seed: int, shrink: bool = True) -> None:
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=walks, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck),
-                database=None, phases=phases,
+                max_examples=walks, stateful_step_count=40, deadline=None, derandomize=False,
+                suppress_health_check=list(HealthCheck), database=None, phases=phases,
             ),
         )
     finally:
