@@ -22,7 +22,7 @@ total: Counter[str] = Counter()
 """What the walks of this process came to: steps, and the counters of each mechanism."""
 COUNTERS = (
     "preempted", "soft_resets", "offloads", "restored_tokens", "recomputed_tokens", "prefix_hits", "prefix_evictions",
-    "adopted_evictions", "bypassed", "promoted", "prefill_grants", "batched_prefills", "deadlines_exceeded",
+    "adopted_evictions", "bypassed", "promoted", "batched_prefills", "deadlines_exceeded",
 )
 MOVED = (
     "released", "copied full_attention", "copied sliding_attention", "swapped out full_attention",
@@ -148,6 +148,16 @@ def test_a_hash_of_four_bits_changes_nothing(monkeypatch: pytest.MonkeyPatch) ->
     total.clear()
     walk(25, 1)
     assert total["prefix_hits"]
+
+
+def test_a_prompt_that_decodes_keep_waiting_gets_its_grant() -> None:
+    """Too rare in random walks to be asked of them: three rows decode, and leave it one token of a step's four."""
+    with World(chunks=40, rows=4, tokens=4, grant=1) as world:
+        for _ in range(3):
+            world.submit(own=1, max_tokens=30)
+        world.submit(prefix=1, own=0, shared=20)
+        world.step(10)
+        assert world.engine.meter.stats.prefill_grants > 0
 
 
 def test_a_large_head_is_overtaken_eight_times_and_no_more() -> None:
