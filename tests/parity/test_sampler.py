@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from weir_server.link.messages import Sampling
+from weir_server.link.messages import LOWEST_LOGPROB, Sampling
 from weir_server.model import sampler
-from weir_server.model.sampler import LOWEST_LOGPROB, Draw, sample, uniform
+from weir_server.model.sampler import Draw, sample, uniform
 
 pytestmark = pytest.mark.torch
 

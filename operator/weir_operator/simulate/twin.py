@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from weir_operator.simulate.load import Arrival
 from weir_operator.simulate.port import BLOCK_TOKENS, CHUNK_BYTES, PodSetup, Port
 from weir_server.contract import BOUNDS, STEP_PRODUCTS, STEP_SUMS, Knobs, Window
+from weir_server.engine.meter import accrue
 from weir_server.http.observe import INTERVAL_EVERY, INTERVAL_SECONDS, INTERVAL_TOKENS, Row
 from weir_server.kv.shape import Need, Room
 from weir_server.link.messages import Stats
@@ -136,7 +137,7 @@ class Twin(Port):
         prefill = sum(n for _, n in fed)
         seconds = self._forward(rows, context, fed)
         if self._watched:
-            self._integrate(seconds)
+            accrue(self._stats, seconds, bool(self._decoding))
         self._arrive()
         self._commit(number, fed)
         if self._watched:
@@ -184,17 +185,6 @@ class Twin(Port):
         seconds = self.step_time(rows + len(single), context + sum(single), sum(n for _, n in fed) - len(single))
         self.now += seconds
         return seconds
-
-    def _integrate(self, seconds: float) -> None:
-        s = self._stats
-        if self._decoding:
-            s.decoding_seconds += seconds
-            s.running_seconds += seconds * s.running
-        if s.waiting:
-            s.waiting_seconds += seconds * s.waiting
-            if s.bound:
-                s.head_wait_seconds[s.bound] += seconds
-        s.kv_used_byte_seconds += seconds * s.kv_used_bytes
 
     def _commit(self, number: int, fed: list[tuple[_Row, int]]) -> None:
         """One token for every decoding row, a first one for each prompt that is whole now, an end for those that have all."""

@@ -22,8 +22,6 @@ MARGINS = {"fifo": 0.15, "prefill_first": 0.0}
 """`--safety-margin auto` by scheduler, as in transformers' ContinuousBatchingConfig."""
 PAGE = 16
 MAX_QUEUE_DEPTH = 32
-
-
 MOST = 2**31 - 1
 """No flag takes a larger number: beyond, nothing is meant, and the message to the engine has no room for it."""
 
@@ -105,10 +103,10 @@ def _model_context(path: Path, f: EngineFlags) -> int:
         from weir_server.exec.null import CONTEXT
 
         return CONTEXT
-    from weir_server.model.config import from_gguf, from_hf
-    from weir_server.model.files import hf_config, read_gguf_metadata
+    from weir_server.model.config import from_gguf, of_directory
+    from weir_server.model.files import read_gguf_metadata
 
-    return (from_hf(hf_config(path), path) if path.is_dir() else from_gguf(read_gguf_metadata(path))).context
+    return (of_directory(path) if path.is_dir() else from_gguf(read_gguf_metadata(path))).context
 
 
 def one_of(flag: str, value: str, *known: str) -> None:

@@ -13,6 +13,18 @@ MEMORY_EVERY = 1.0
 """Seconds between two readings of the process's memory."""
 
 
+def accrue(s: Stats, seconds: float, decoding: bool) -> None:
+    """Let so many seconds pass under the gauges as they are. `decoding`: whether any row decoded meanwhile."""
+    if decoding:
+        s.decoding_seconds += seconds
+        s.running_seconds += seconds * s.running
+    if s.waiting:
+        s.waiting_seconds += seconds * s.waiting
+        if s.bound:
+            s.head_wait_seconds[s.bound] += seconds
+    s.kv_used_byte_seconds += seconds * s.kv_used_bytes
+
+
 class Meter:
     """`stats` is live: encode or copy it before the next step."""
 
@@ -35,15 +47,8 @@ class Meter:
         oldest_arrival: float | None, bound: str | None, chunks: tuple[int, int, int], resident: int,
     ) -> None:
         """Integrate the gauges up to `now`, then set them. `chunks`: used, cached, free; `resident`: those with memory."""
-        s, dt = self.stats, now - self._now
-        if self._decoding:
-            s.decoding_seconds += dt
-            s.running_seconds += dt * s.running
-        if s.waiting:
-            s.waiting_seconds += dt * s.waiting
-            if s.bound:
-                s.head_wait_seconds[s.bound] += dt
-        s.kv_used_byte_seconds += dt * s.kv_used_bytes
+        s = self.stats
+        accrue(s, now - self._now, self._decoding)
         self._now, self._decoding = now, decoding
         s.running, s.prefilling, s.waiting = running, prefilling, waiting
         s.oldest_arrival, s.bound = oldest_arrival, bound

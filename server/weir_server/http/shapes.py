@@ -7,11 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from weir_server.http.live import Call, Entry, LiveRow, Prompt
-from weir_server.link.messages import TokenLogprobs
+from weir_server.link.messages import LOWEST_LOGPROB, TokenLogprobs
 from weir_server.text.tokenizer import Tokenizer
-
-LOWEST = -9999.0
-"""In place of minus infinity, which JSON lacks (vLLM's convention)."""
 
 
 class Shape:
@@ -58,7 +55,7 @@ class Shape:
         top = logprobs.top[: self.prompt_tops]
         ranks = {t: i for i, (t, _) in enumerate(top, 1)}
         return {
-            str(t): {"logprob": max(p, LOWEST), "rank": ranks.get(t), "decoded_token": self.token_text(t)}
+            str(t): {"logprob": max(p, LOWEST_LOGPROB), "rank": ranks.get(t), "decoded_token": self.token_text(t)}
             for t, p in ((token, logprobs.logprob), *top)
         }
 
@@ -100,7 +97,7 @@ class ChatShape(Shape):
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         piece = self.tokenizer.piece(token)
-        return {"token": piece.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST), "bytes": list(piece)}
+        return {"token": piece.decode("utf-8", "replace"), "logprob": max(logprob, LOWEST_LOGPROB), "bytes": list(piece)}
 
 
 class CompletionShape(Shape):
@@ -121,10 +118,12 @@ class CompletionShape(Shape):
         if self.tops < 0:
             return None
         told = [e.logprobs for e in entries]
-        tops = [None if p is None else {self.token_text(t): max(q, LOWEST) for t, q in p.top[: self.tops]} for p in told]
+        tops = [
+            None if p is None else {self.token_text(t): max(q, LOWEST_LOGPROB) for t, q in p.top[: self.tops]} for p in told
+        ]
         return {
             "tokens": [self.token_text(e.token) for e in entries],
-            "token_logprobs": [None if p is None else max(p.logprob, LOWEST) for p in told],
+            "token_logprobs": [None if p is None else max(p.logprob, LOWEST_LOGPROB) for p in told],
             "top_logprobs": tops if any(tops) else None,
             "text_offset": [e.offset for e in entries],
         }

@@ -165,6 +165,10 @@ class Admitted(msgspec.Struct, frozen=True, tag=True):
     cached_tokens: int
 
 
+LOWEST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON lacks (OpenAI's value, and vLLM's)."""
+
+
 class TokenLogprobs(msgspec.Struct, frozen=True):
     logprob: float
     top: list[tuple[int, float]]

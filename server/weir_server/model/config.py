@@ -15,7 +15,7 @@ from typing import Any
 
 from weir_server.contract import FULL, SLIDING
 from weir_server.model.families import FAMILIES, Family
-from weir_server.model.files import GgufHeader, ModelError
+from weir_server.model.files import GgufHeader, ModelError, read_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +88,11 @@ MOST_LAYERS = 4096
 """More than any decoder has: a broken config must not have us count to a billion."""
 
 _ACTIVATIONS = {"silu": ("silu", "swish"), "gelu_tanh": ("gelu_pytorch_tanh",)}
+
+
+def of_directory(path: Path) -> DecoderConfig:
+    """Of a directory in the Hugging Face layout. Raises ModelError."""
+    return from_hf(read_json(path / "config.json"), path / "config.json")
 
 
 def from_hf(config: Mapping[str, Any], where: Path) -> DecoderConfig:

@@ -38,7 +38,6 @@ from weir_server.model.files import (
     ModelError,
     TensorInfo,
     read_gguf_metadata,
-    read_json,
     safetensors_files,
 )
 
@@ -190,7 +189,7 @@ class _Directory:
     """A directory in the Hugging Face layout."""
 
     def __init__(self, path: Path) -> None:
-        config = model_config.from_hf(read_json(path / "config.json"), path / "config.json")
+        config = model_config.of_directory(path)
         self.path, self.files = path, [path / "config.json", *safetensors_files(path)]
         self.where = {name: file for file in self.files[1:] for name in _names(file)}
         # like transformers: an absent tie_word_embeddings means untied, and a head that the file has is redundant where tied

@@ -14,10 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weir_server.link.messages import Sampling, TokenLogprobs
-
-LOWEST_LOGPROB = -9999.0
-"""What −∞ becomes on the wire: JSON has no infinity. OpenAI's value."""
+from weir_server.link.messages import LOWEST_LOGPROB, Sampling, TokenLogprobs
 
 COLDEST = 1e-5
 """Temperatures below are greedy: divided by one that float32 cannot hold, the best token's own weight is no number."""
