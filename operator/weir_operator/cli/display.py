@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weir_operator.tuner.types import PodView, Record, TunerSpec
+from weir_operator.tuner.window import refusals
 from weir_server.contract import HIST_FACTOR, Histogram, Window, hist_edge
 
 
@@ -55,11 +56,8 @@ def reading(view: PodView, seconds: float) -> Reading | None:
         pair = first.histograms[name], last.histograms[name]
         return quantile(*pair, 0.5), quantile(*pair, 0.95)
 
-    def rows(window: Window) -> int:
-        return sum(sum(by_bound.values()) for by_bound in window.refused.values())
-
     finished = sum(last.finished.values()) - sum(first.finished.values())
-    return Reading(last.running, last.waiting, rows(last) - rows(first), finished, both("ttft"), both("tpot"), last)
+    return Reading(last.running, last.waiting, refusals(last) - refusals(first), finished, both("ttft"), both("tpot"), last)
 
 
 def _time(value: float | None) -> str:

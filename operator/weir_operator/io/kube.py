@@ -68,6 +68,17 @@ class ApiError(Exception):
         super().__init__(f"{status} {reason}: {message}")
         self.status, self.reason, self.message = status, reason, message
 
+    @classmethod
+    def of(cls, status: int, text: str) -> ApiError:
+        """The refusal that an answer means: a Status of Kubernetes, another JSON with an `error`, or plain words."""
+        try:
+            said = json.loads(text)
+        except ValueError:
+            said = {}
+        said = said if isinstance(said, dict) else {}
+        words = said.get("message") or said.get("error") or text.strip()[:300] or f"it answers {status}"
+        return cls(status, said.get("reason", ""), words)
+
     @property
     def passing(self) -> bool:
         """Whether the same request may well be accepted later. A typed object that cannot be read is a 500, and never is."""
@@ -113,7 +124,33 @@ async def configuration(context: str | None = None) -> Configuration:
     return found
 
 
-class Kube:
+class ByPath:
+    """Objects by Kubernetes' paths, over whatever `request` asks."""
+
+    async def request(
+        self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
+        content_type: str = "application/json",
+    ) -> dict[str, Any]:
+        """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
+        raise NotImplementedError
+
+    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
+        """The object, or None if there is none."""
+        try:
+            return await self.request("GET", path(kind, namespace, name))
+        except ApiError as e:
+            if e.status == 404:
+                return None
+            raise
+
+    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
+        """The objects, with the kind and version that the API server leaves out of a list's members."""
+        query = {"labelSelector": selector} if selector else {}
+        answer = await self.request("GET", path(kind, namespace), query=query)
+        return [{"apiVersion": answer["apiVersion"], "kind": kind, **item} for item in answer.get("items", ())]
+
+
+class Kube(ByPath):
     """One pooled connection. Use as an async context manager."""
 
     def __init__(self, settings: Configuration) -> None:
@@ -133,7 +170,6 @@ class Kube:
         self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
         content_type: str = "application/json",
     ) -> dict[str, Any]:
-        """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
         for attempt in range(TRIES):
             status, wait, text = await self._once(method, target, query, body, content_type)
             put_off = status == 429 or (method == "GET" and status >= 500)
@@ -142,11 +178,7 @@ class Kube:
             await asyncio.sleep(min(LONGEST_DELAY, max(wait, FIRST_DELAY * 2**attempt)) * random.uniform(1.0, 1.5))
         if status < 300:
             return dict(json.loads(text)) if text else {}
-        try:
-            said = json.loads(text)
-        except ValueError:
-            said = {}
-        raise ApiError(status, said.get("reason", ""), said.get("message") or text.decode(errors="replace")[:500])
+        raise ApiError.of(status, text.decode(errors="replace"))
 
     async def _once(
         self, method: str, target: str, query: Mapping[str, str] | None, body: Any, content_type: str,
@@ -168,15 +200,6 @@ class Kube:
         after = answer.headers.get("Retry-After", "")
         return answer.status, float(after) if after.isdigit() else 0.0, text
 
-    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
-        """The object, or None if there is none."""
-        try:
-            return await self.request("GET", path(kind, namespace, name))
-        except ApiError as e:
-            if e.status == 404:
-                return None
-            raise
-
     async def has(self, kind: str) -> bool:
         """Whether the API server serves a kind now."""
         root, plural = _PATHS[kind]
@@ -187,9 +210,3 @@ class Kube:
                 return False
             raise
         return any(resource.get("name") == plural for resource in found.get("resources", ()))
-
-    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
-        """The objects, with the kind and version that the API server leaves out of a list's members."""
-        query = {"labelSelector": selector} if selector else {}
-        answer = await self.request("GET", path(kind, namespace), query=query)
-        return [{"apiVersion": answer["apiVersion"], "kind": kind, **item} for item in answer.get("items", ())]

@@ -184,9 +184,7 @@ def _single(study: Study, search: bool) -> tuple[dict[str, Any], dict[str, Resul
         "outcomes": [{"t": r.t, "rule": r.rule, "outcome": r.outcome, "reason": r.reason} for r in run.records],
     }
     if best is not None:
-        report["best_static"] = {"goodput": best[1].goodput, "knobs": asdict(best[0])}
-        report["tuned"]["of_best_static"] = run.goodput / best[1].goodput if best[1].goodput else None
-        report["tuned"]["regret_rows"] = len(best[1].good) - len(run.good)
+        _beside(report, *best, run)
     return report, runs
 
 
@@ -204,10 +202,15 @@ def _many(study: Study, search: bool) -> tuple[dict[str, Any], dict[str, Result]
         settings = [replace(boot, max_batch_size=b, max_queue_depth=q) for b in study.batches for q in DEPTHS]
         results = [(k, study.run(k, False)) for k in settings]
         knobs, best = max(results, key=lambda pair: pair[1].goodput)
-        report["best_static"] = {"goodput": best.goodput, "knobs": asdict(knobs)}
-        report["tuned"]["of_best_static"] = run.goodput / best.goodput if best.goodput else None
-        report["tuned"]["regret_rows"] = len(best.good) - len(run.good)
+        _beside(report, knobs, best, run)
     return report, {}
+
+
+def _beside(report: dict[str, Any], knobs: Knobs, best: Result | FleetResult, run: Result | FleetResult) -> None:
+    """Add the best static setting, and what the tuned run came to of it."""
+    report["best_static"] = {"goodput": best.goodput, "knobs": asdict(knobs)}
+    report["tuned"]["of_best_static"] = run.goodput / best.goodput if best.goodput else None
+    report["tuned"]["regret_rows"] = len(best.good) - len(run.good)
 
 
 def _heading(study: Study) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from typing import Protocol
 from weir_operator.simulate.load import Arrival
 from weir_operator.simulate.pod import Pod
 from weir_operator.simulate.port import PodSetup, Port
-from weir_operator.simulate.run import FINISH_SECONDS, WARM_UP, Law
+from weir_operator.simulate.run import WARM_UP, Law, finish, goodput, remember
 from weir_operator.simulate.twin import Pressed, Twin
 from weir_operator.tuner.law import decide
-from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.types import Move, PodView, Poll, Record, TunerSpec, TunerState
 
 
 class Router(Protocol):
@@ -209,9 +209,7 @@ class Fleet:
     def _poll(self, now: float) -> None:
         for member in self.members:
             if member.ready_at <= now and member.gone_at is None:
-                member.polls.append(Poll(now, member.pod.window()))
-                while member.polls[0].at < now - HISTORY_SECONDS:
-                    member.polls.popleft()
+                remember(member.polls, Poll(now, member.pod.window()))
 
     def _present(self, now: float) -> list[_Member]:
         return [m for m in self.members if m.ready_at <= now and not m.leaving]
@@ -238,13 +236,9 @@ class Fleet:
 
     def result(self, rows: Sequence[Arrival], end: float, warm_up: float) -> FleetResult:
         for member in self.members:
-            last = member.pod.now + FINISH_SECONDS
-            while not member.pod.idle and member.pod.now < last:
-                member.pod.run(min(last, member.pod.now + 5.0))
+            finish(member.pod)
         good = sorted(t for m in self.members for t in m.pod.good_arrivals)
-        start = warm_up * end
-        offered = sum(start <= row.at < end for row in rows)
-        share = sum(start <= t < end for t in good) / offered if offered else 0.0
+        share = goodput(good, rows, warm_up * end, end)
         started = [(m.ready_at - m.pod.setup.starts_after, m.gone_at if m.gone_at is not None else end) for m in self.members]
         seconds = sum(max(0.0, min(b, end) - a) for a, b in started)
         return FleetResult(

@@ -61,9 +61,7 @@ def tuned(
         now = 0.0
         while now < end:
             pod.run(now)
-            polls.append(Poll(now, pod.window()))
-            while polls[0].at < now - HISTORY_SECONDS:
-                polls.popleft()
+            remember(polls, Poll(now, pod.window()))
             decision = law(known, {POD: PodView(POD, "simulated", pod.control(), tuple(polls))}, spec, now)
             known = decision.state
             records += decision.records
@@ -92,6 +90,26 @@ def _filled(pod: Port, rows: Iterable[Arrival]) -> Port:
     return pod
 
 
+def remember(polls: deque[Poll], poll: Poll) -> None:
+    """Keep it, and let go of what is older than the operator's own loop keeps."""
+    polls.append(poll)
+    while polls[0].at < poll.at - HISTORY_SECONDS:
+        polls.popleft()
+
+
+def finish(pod: Port) -> None:
+    """Serve what it has, within FINISH_SECONDS."""
+    last = pod.now + FINISH_SECONDS
+    while not pod.idle and pod.now < last:
+        pod.run(min(last, pod.now + 5.0))
+
+
+def goodput(good: Iterable[float], rows: Iterable[Arrival], start: float, end: float) -> float:
+    """Share of the rows offered from `start` to `end` that were good; `good`: when those had been offered."""
+    offered = sum(start <= row.at < end for row in rows)
+    return sum(start <= t < end for t in good) / offered if offered else 0.0
+
+
 def grid(
     setup: PodSetup, rows: Sequence[Arrival], end: float, batches: Sequence[int], depths: Sequence[int],
     warm_up: float = WARM_UP,
@@ -104,13 +122,9 @@ def grid(
 
 def _result(pod: Port, rows: Sequence[Arrival], end: float, warm_up: float) -> Result:
     """What the run came to, after what was accepted has finished."""
-    last = pod.now + FINISH_SECONDS
     pod.inbox.clear()
-    while not pod.idle and pod.now < last:
-        pod.run(min(last, pod.now + 5.0))
-    start = warm_up * end
-    offered = sum(start <= row.at < end for row in rows)
-    share = sum(start <= t < end for t in pod.good_arrivals) / offered if offered else 0.0
+    finish(pod)
+    share = goodput(pod.good_arrivals, rows, warm_up * end, end)
     return Result(
         share, pod.setup.boot.max_batch_size, pod.board.target, good=tuple(sorted(pod.good_arrivals)), window=pod.window()
     )

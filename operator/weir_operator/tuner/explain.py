@@ -14,11 +14,11 @@ from typing import Any
 from weir_operator.tuner import learn
 from weir_operator.tuner.case import Case, open_case
 from weir_operator.tuner.chain import Model, predict
-from weir_operator.tuner.law import REVERSAL_GAIN, REVERSAL_TICKS, reach_of
+from weir_operator.tuner.law import REVERSAL_GAIN, REVERSAL_TICKS, can_predict, reach_of
 from weir_operator.tuner.plant import fit, normal_equations, solve
 from weir_operator.tuner.setpoint import GAIN, NIL, Choice, Reach, choose
 from weir_operator.tuner.types import Outcome, PodState, PodView, Record, TunerSpec
-from weir_operator.tuner.window import LONGEST, MIN_COMPLETIONS, MIN_INTERVALS, Evidence, back_to, gather
+from weir_operator.tuner.window import LONGEST, MIN_COMPLETIONS, MIN_INTERVALS, Evidence, back_to, gather, refusals
 from weir_server.contract import BOUNDS, Plant, Window
 
 MOST_SETTINGS = 9
@@ -119,15 +119,11 @@ def limit_of(windows: Sequence[Window], seconds: float) -> Limit:
     longest = max(BOUNDS, key=lambda b: waits[b])
     what = last.bound or (longest if waits[longest] > 0 else "nothing")
     budget = last.effective.kv_cache_budget
-    refused = _refused(span.new) - _refused(span.old) if span else 0
+    refused = refusals(span.new) - refusals(span.old) if span else 0
     return Limit(
         what, last.running, last.effective.max_batch_size, last.waiting, last.effective.max_queue_depth,
         last.kv_used_bytes / budget if budget else None, float(refused), waits,
     )
-
-
-def _refused(window: Window) -> int:
-    return sum(sum(by_bound.values()) for by_bound in window.refused.values())
 
 
 # ---------------------------------------------------------------- the plant and how sure it is
@@ -230,7 +226,7 @@ def _gate(case: Case, evidence: Evidence | None) -> str | None:
         return "A second reading: the pod is new."
     if evidence.span.offered <= 0 and not case.last.running:
         return "Traffic: nothing has arrived, and an idle pod is left as it is."
-    if not evidence.enough or sum(case.state.spread.values()) < MIN_INTERVALS - 0.5:
+    if not can_predict(case, evidence):
         return (
             f"More finished rows: {MIN_COMPLETIONS} completions and {MIN_INTERVALS} times per token are needed within "
             f"{LONGEST / 60:.0f} minutes, there are {evidence.completions:.0f} and {evidence.intervals}."

@@ -211,7 +211,7 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     if recent is not None and recent.offered == 0 and case.last.running == 0 and case.last.waiting == 0:
         return hold(case, Outcome.IDLE, "no traffic: what was learned is kept and nothing is lowered", "idle")
     pod = learn.model(case.state, case.windows, span)
-    if pod is None or not evidence.enough or sum(case.state.spread.values()) < MIN_INTERVALS - 0.5:
+    if pod is None or not can_predict(case, evidence):
         shown = {"intervals": float(evidence.intervals), "completions": evidence.completions, "seconds": span.seconds}
         return hold(case, Outcome.INSUFFICIENT_DATA, "too few finished rows to predict from", "set-point", Shown(shown))
     reach = reach_of(case, span.head_wait)
@@ -238,6 +238,11 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
         "set-point", reason, knobs, Shown(inputs, expected.shown), expected,
         goodput_before=span.good / span.seconds if comparable else None,
     ))
+
+
+def can_predict(case: Case, evidence: Evidence) -> bool:
+    """Whether enough rows have finished to predict from: in the span, and in what is remembered of their times per token."""
+    return evidence.enough and sum(case.state.spread.values()) >= MIN_INTERVALS - 0.5
 
 
 def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:

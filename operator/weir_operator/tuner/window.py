@@ -152,6 +152,11 @@ class Span:
         return _difference(self.old.settled[name], self.new.settled[name])
 
 
+def refusals(window: Window) -> int:
+    """Rows refused since the process started, for whatever reason."""
+    return sum(_refused(window, reason) for reason in window.refused)
+
+
 def _refused(window: Window, reason: str) -> int:
     return sum(window.refused.get(reason, {}).values())
 

@@ -16,7 +16,7 @@ import yaml
 
 from weir_operator.api import names
 from weir_operator.cli.local.api import socket_folder
-from weir_operator.io.kube import REQUEST_SECONDS, ApiError, Kube, Unreachable, configuration, path
+from weir_operator.io.kube import REQUEST_SECONDS, ApiError, ByPath, Kube, Unreachable, configuration, path
 
 OPERATOR_SELECTOR = "app.kubernetes.io/name=weir,app.kubernetes.io/component=operator"
 READ_SECONDS = 10.0
@@ -68,7 +68,9 @@ class Cluster(Kube):
             text = (await answer.read()).decode(errors="replace")
         except (TimeoutError, aiohttp.ClientError, OSError) as e:
             raise Unreachable(f"the API server does not answer: {e or type(e).__name__}") from None
-        return text if answer.status < 300 else _refuse(answer.status, text)
+        if answer.status >= 300:
+            raise ApiError.of(answer.status, text)
+        return text
 
     async def explained(self, namespace: str, name: str) -> dict[str, Any]:
         """From the operator's leader, through the API server's proxy to its pods."""
@@ -87,7 +89,7 @@ class Cluster(Kube):
         await self._client.close()
 
 
-class LocalSocket:
+class LocalSocket(ByPath):
     """One process of local mode."""
 
     def __init__(self, socket: Path) -> None:
@@ -101,25 +103,15 @@ class LocalSocket:
                 text = await answer.text()
         except (TimeoutError, aiohttp.ClientError, OSError) as e:
             raise Unreachable(f"{self.socket} does not answer: {e or type(e).__name__}") from None
-        return text if answer.status < 300 else _refuse(answer.status, text)
+        if answer.status >= 300:
+            raise ApiError.of(answer.status, text)
+        return text
 
     async def request(
         self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
         content_type: str = "application/json",
     ) -> dict[str, Any]:
         return dict(json.loads(await self._send(method, f"{target}?{urlencode(query)}" if query else target, body)))
-
-    async def get(self, kind: str, namespace: str | None, name: str) -> dict[str, Any] | None:
-        try:
-            return await self.request("GET", path(kind, namespace, name))
-        except ApiError as e:
-            if e.status == 404:
-                return None
-            raise
-
-    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
-        query = {"labelSelector": selector} if selector else None
-        return list((await self.request("GET", path(kind, namespace), query=query))["items"])
 
     async def text(self, target: str) -> str:
         return await self._send("GET", target)
@@ -131,25 +123,19 @@ class LocalSocket:
         await self._session.close()
 
 
-def _refuse(status: int, text: str) -> str:
-    """Raises the ApiError that an answer means."""
-    try:
-        said = json.loads(text)
-    except ValueError:
-        said = {}
-    said = said if isinstance(said, dict) else {}
-    words = said.get("message") or said.get("error") or text.strip()[:300] or f"it answers {status}"
-    raise ApiError(status, said.get("reason", ""), words)
+def port_of(pod: Mapping[str, Any], name: str) -> int:
+    """The number of a pod's named port. Raises ApiError where the pod names no such port."""
+    for container in pod["spec"].get("containers", ()):
+        for entry in container.get("ports") or ():
+            if entry.get("name") == name:
+                return int(entry["containerPort"])
+    raise ApiError(404, "NotFound", f"pod {pod['metadata']['name']} has no port called {name}")
 
 
 def proxied(pod: Mapping[str, Any], port: str, target: str) -> str:
     """The path of a pod's named port through the API server's proxy. Raises ApiError where the pod names no such port."""
     meta = pod["metadata"]
-    for container in pod["spec"].get("containers", ()):
-        for entry in container.get("ports") or ():
-            if entry.get("name") == port:
-                return f"{path('Pod', meta['namespace'], meta['name'])}:{entry['containerPort']}/proxy/{target}"
-    raise ApiError(404, "NotFound", f"pod {meta['name']} has no port called {port}")
+    return f"{path('Pod', meta['namespace'], meta['name'])}:{port_of(pod, port)}/proxy/{target}"
 
 
 def context_namespace(context: str | None) -> str:

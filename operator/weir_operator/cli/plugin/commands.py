@@ -93,10 +93,6 @@ def checked(output: str) -> str:
     return output
 
 
-def tuning_of(raw: dict[str, Any]) -> dict[str, Any]:
-    return dict((raw.get("status") or {}).get("tuning") or {})
-
-
 # ---------------------------------------------------------------- looking
 
 @app.command()
@@ -155,7 +151,7 @@ def explain(
             return f"{head}\n{texts.from_status(raw)}\nAs of the last status: the operator cannot be asked ({why})."
         return Group(head, *(texts.explained(pod, said["now"], said["tickSeconds"]) for pod in said["pods"]))
 
-    printed(output, said if said is not None else {"status": tuning_of(raw), "notAsked": why}, text)
+    printed(output, said if said is not None else {"status": texts.tuning_of(raw), "notAsked": why}, text)
 
 
 @app.command()
@@ -163,7 +159,7 @@ def history(
     name: Name, namespace: Namespace = None, context: Context = None, local: Local = False, output: Output = "text",
 ) -> None:
     """Show the last decisions, newest first."""
-    from weir_operator.cli.plugin.texts import history_text
+    from weir_operator.cli.plugin.texts import history_text, tuning_of
 
     checked(output)
 

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from weir_operator.api import names
+from weir_operator.api.knobs import ENDS
 from weir_operator.cli.plugin.api import Api
+from weir_operator.cli.plugin.texts import tuning_of
 from weir_operator.io.apply import Writer
 
 MANAGER = "kubectl-infd"
@@ -23,7 +25,6 @@ FIELDS = {
     "admission_watermark": "admissionWatermarkPercent",
 }
 """The contract's knobs by the manifest's names."""
-ENDS = ("min", "initial", "max")
 _MOVES = ("Moved", "Reverted")
 
 
@@ -42,8 +43,7 @@ class Edit:
 
 def to_rollback(raw: Mapping[str, Any]) -> Edit:
     """Pin the knobs of the newest move to what they were before it. Raises NothingToDo."""
-    history = ((raw.get("status") or {}).get("tuning") or {}).get("history", ())
-    move = next((h for h in history if h["outcome"] in _MOVES and h.get("changes")), None)
+    move = next((h for h in tuning_of(raw).get("history", ()) if h["outcome"] in _MOVES and h.get("changes")), None)
     if move is None:
         raise NothingToDo("the status tells of no move")
     before = {FIELDS[knob]: in_manifest(knob, values[0]) for knob, values in move["changes"].items()}

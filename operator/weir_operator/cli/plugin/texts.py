@@ -19,6 +19,11 @@ BOUND_WORDS = {
 }
 
 
+def tuning_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """status.tuning of a resource; empty before there is one."""
+    return dict((raw.get("status") or {}).get("tuning") or {})
+
+
 def knobs_text(knobs: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v}" for k, v in knobs.items()) or "unknown"
 
@@ -46,7 +51,7 @@ def condition(status: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 def heading(raw: Mapping[str, Any]) -> list[str]:
     """Mode, objectives, attainment, and what the conditions say of tuning."""
     status, slo = raw.get("status") or {}, raw["spec"].get("slo") or {}
-    tuning = status.get("tuning") or {}
+    tuning = tuning_of(raw)
     goal = f"{slo['ttft']} to the first token, {slo['tpot']} a token" if slo.get("ttft") and slo.get("tpot") else ""
     said = [condition(status, kind).get("message", "unknown") for kind in ("Tuned", "Saturated", "MetricsAvailable")]
     sentences = " ".join(s if s.endswith(".") else s + "." for s in said)
@@ -58,7 +63,7 @@ def heading(raw: Mapping[str, Any]) -> list[str]:
 
 def from_status(raw: Mapping[str, Any]) -> str:
     """What each pod's knobs are and what was done last, as of the last write of the status."""
-    tuning = (raw.get("status") or {}).get("tuning") or {}
+    tuning = tuning_of(raw)
     latest: dict[str, Mapping[str, Any]] = {}
     for entry in tuning.get("history", ()):
         latest.setdefault(entry["pod"], entry)
@@ -67,10 +72,14 @@ def from_status(raw: Mapping[str, Any]) -> str:
         lines.append(f"{pod['name']}: {knobs_text(pod['knobs'])}.")
         if entry := latest.get(pod["name"]):
             lines.append(f"  {entry['outcome']} ({entry['rule']}) at {entry['time']}: {entry['reason']}")
-            for part in ("predicted", "observed"):
-                if values := entry.get(part):
-                    lines.append(f"  {part}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+            lines += _figures(entry, "  ")
     return "\n".join(lines)
+
+
+def _figures(entry: Mapping[str, Any], indent: str) -> list[str]:
+    """What a decision predicted, and what was observed of the one before."""
+    told = [(part, values) for part in ("predicted", "observed") if (values := entry.get(part))]
+    return [f"{indent}{part}: " + ", ".join(f"{k} {v}" for k, v in values.items()) for part, values in told]
 
 
 def explained(pod: Mapping[str, Any], now: float, tick: float) -> RenderableType:
@@ -146,12 +155,10 @@ def settings_table(settings: Sequence[Mapping[str, Any]]) -> Table:
 
 def history_text(raw: Mapping[str, Any]) -> str:
     lines = []
-    for entry in ((raw.get("status") or {}).get("tuning") or {}).get("history", ()):
+    for entry in tuning_of(raw).get("history", ()):
         lines.append(f"{entry['time']}  {entry['pod']}  {entry['outcome']} ({entry['rule']})  {changes_text(entry)}".rstrip())
         lines.append(f"    {entry['reason']}")
-        for part in ("predicted", "observed"):
-            if values := entry.get(part):
-                lines.append(f"    {part}: " + ", ".join(f"{k} {v}" for k, v in values.items()))
+        lines += _figures(entry, "    ")
     return "\n".join(lines) or "no decision yet"
 
 

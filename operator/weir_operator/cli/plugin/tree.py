@@ -12,9 +12,10 @@ from rich.tree import Tree
 
 from weir_operator.api import names
 from weir_operator.cli.plugin.api import Api
-from weir_operator.cli.plugin.texts import knobs_text
+from weir_operator.cli.plugin.texts import knobs_text, tuning_of
 from weir_operator.io.kube import ApiError
 from weir_operator.loops.store import CHILD_KINDS
+from weir_operator.plan.trouble import containers
 
 SHOWN_KINDS = (*CHILD_KINDS, *names.OPTIONAL_KINDS, "Pod")
 """Pods come after the Deployment that they hang from."""
@@ -38,7 +39,7 @@ class Child:
 
 async def children(api: Api, raw: Mapping[str, Any]) -> list[Child]:
     """Of the kinds that this user may list; what belongs to the resource is known by its label."""
-    meta, pods = raw["metadata"], ((raw.get("status") or {}).get("tuning") or {}).get("pods", ())
+    meta, pods = raw["metadata"], tuning_of(raw).get("pods", ())
     told = {pod["name"]: pod for pod in pods}
 
     async def listed(kind: str) -> list[dict[str, Any]]:
@@ -67,7 +68,7 @@ def _child(kind: str, obj: Mapping[str, Any], told: Mapping[str, Mapping[str, An
 def _pod(pod: Mapping[str, Any], told: Mapping[str, Any]) -> Child:
     status = pod.get("status") or {}
     ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or ())
-    parts = ["ready" if ready else _trouble(status)]
+    parts = ["ready" if ready else _trouble(pod)]
     if pod["metadata"].get("deletionTimestamp"):
         parts = ["ends"]
     if restarts := sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ()):
@@ -80,12 +81,13 @@ def _pod(pod: Mapping[str, Any], told: Mapping[str, Any]) -> Child:
     return Child("Pod", pod["metadata"]["name"], None if pod["metadata"].get("deletionTimestamp") else ready, " · ".join(parts))
 
 
-def _trouble(status: Mapping[str, Any]) -> str:
+def _trouble(pod: Mapping[str, Any]) -> str:
     """Why a pod is not ready, as its own status has it."""
+    status = pod.get("status") or {}
     for c in status.get("conditions") or ():
         if c.get("type") == "PodScheduled" and c.get("status") == "False":
             return str(c.get("message") or c.get("reason"))
-    for container in (*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())):
+    for container in containers(pod):
         waiting = container.get("state", {}).get("waiting") or {}
         ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated") or {}
         if waiting or (ended and not container.get("ready")):

@@ -14,12 +14,13 @@ from weir_operator.api import names
 from weir_operator.api.quantity import parse_duration
 from weir_operator.cli.local.deployment import LOG_ANNOTATION
 from weir_operator.cli.plugin import kubectl
-from weir_operator.cli.plugin.api import Api, Where
+from weir_operator.cli.plugin.api import Api, Where, port_of
 from weir_operator.cli.plugin.bench import Load, play
 from weir_operator.cli.plugin.edits import NothingToDo
 from weir_operator.cli.plugin.texts import duration
 from weir_operator.cli.plugin.top import pods_of
 from weir_operator.io.scrape import url_for
+from weir_operator.plan.trouble import is_ready
 
 MOST_FORWARDED = 8
 SERVE_ONLY = (
@@ -54,15 +55,15 @@ async def log_command(api: Api, where: Where, name: str, follow: bool, tail: int
 async def measured(
     api: Api, where: Where, raw: Mapping[str, Any], load: Load, key: str | None, progress: TextIO,
 ) -> dict[str, Any]:
-    """The report of one load. Raises NothingToDo, Unreachable."""
+    """The report of one load. Raises NothingToDo, Unreachable, ApiError."""
     meta, status = raw["metadata"], raw.get("status") or {}
-    pods = [pod for pod in await pods_of(api, meta["namespace"], meta["name"]) if _ready(pod)][:MOST_FORWARDED]
+    pods = [pod for pod in await pods_of(api, meta["namespace"], meta["name"]) if is_ready(pod)][:MOST_FORWARDED]
     if not pods:
         raise NothingToDo(f"no pod of {meta['name']} is ready")
     async with contextlib.AsyncExitStack() as stack:
         urls = []
         for pod in pods:
-            port = _http_port(pod)
+            port = port_of(pod, "http")
             forward = kubectl.forwarded(where, pod["metadata"]["name"], port)
             urls.append(url_for(pod["status"]["podIP"], port) if where.local else await stack.enter_async_context(forward))
         print(f"{load.rate:g} requests/s to {len(urls)} pods for {load.seconds:g} s …", file=progress, flush=True)
@@ -70,20 +71,6 @@ async def measured(
         goals = tuple(parse_duration(slo[k]) if slo.get(k) else None for k in ("ttft", "tpot"))
         report = await play(urls, str(status.get("model", meta["name"])), load, (goals[0], goals[1]), key)
     return report.to_json()
-
-
-def _ready(pod: Mapping[str, Any]) -> bool:
-    conditions = pod["status"].get("conditions") or ()
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in conditions)
-    return ready and not pod["metadata"].get("deletionTimestamp")
-
-
-def _http_port(pod: Mapping[str, Any]) -> int:
-    for container in pod["spec"]["containers"]:
-        for port in container.get("ports") or ():
-            if port.get("name") == "http":
-                return int(port["containerPort"])
-    raise NothingToDo(f"pod {pod['metadata']['name']} has no port called http")
 
 
 def _counted(found: Mapping[str, int]) -> str:
