@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -71,10 +70,15 @@ class Server:
         return requests.put(self.control + "/control/knobs", json={**ours, "knobs": {}, **body}, timeout=30)
 
     def end(self) -> None:
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGKILL)
-        self.process.wait(10)
+        kill(self.process)
         self.log.close()
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """However it ends, nothing is left of it."""
+    if process.poll() is None:
+        process.kill()
+        process.wait(10)
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 30.0):

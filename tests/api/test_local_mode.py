@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from serving import kill
 
 pytestmark = pytest.mark.model
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,9 +78,7 @@ def local(tmp_path: Path) -> Iterator[Callable[..., Local]]:
 
     yield start
     for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait(10)
+        kill(one.process)
 
 
 def control(server: dict[str, Any], what: str) -> dict[str, Any]:
@@ -100,8 +99,11 @@ def test_a_manifest_serves_is_steered_and_ends_cleanly(local: Any) -> None:
     assert (state["boot"]["max_batch_size"], state["boot"]["max_queue_depth"]) == (3, 9)
     assert state["slo"]["ttft"] == 2.0
     wait(lambda: run.status["status"].get("tuning", {}).get("knobs", {}).get("maxBatchSize") == 3, 30, "knobs in the status")
-    conditions = {c["type"]: c["status"] for c in run.status["status"]["conditions"]}
-    assert (conditions["Ready"], conditions["MetricsAvailable"]) == ("True", "True")
+
+    def true(kind: str) -> bool:
+        return any(c["type"] == kind and c["status"] == "True" for c in run.status["status"]["conditions"])
+
+    wait(lambda: true("Ready") and true("MetricsAvailable"), 30, "it is ready, and its metrics are read")
     wait(lambda: "running 0 waiting 0" in run.log.read_text(), 20, "a line for a tick")
 
     run.process.send_signal(signal.SIGINT)

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from serving import kill
 from test_local_mode import ROOT, control, wait
 
 pytestmark = pytest.mark.model
@@ -70,9 +71,7 @@ def box(tmp_path: Path) -> Iterator[Callable[..., Box]]:
 
     yield start
     for one in made:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait(10)
+        kill(one.process)
 
 
 def test_two_manifests_are_shown_loaded_steered_and_ended(box: Any) -> None:

@@ -243,3 +243,14 @@ def make_ready(cluster: Cluster, namespace: str, address: str = "127.0.0.1") -> 
         "-p", json.dumps({"status": status}),
     )
     return pod
+
+
+def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
+    """Change something that restarts no pod: the objective `ttft` of `chat`."""
+    change = json.dumps({"spec": {"slo": {"ttft": f"{seconds}s"}}})
+    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", change)
+
+
+def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
+    """Whether the operator has carried that change out."""
+    return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]

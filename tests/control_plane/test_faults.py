@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import threading
 import urllib.error
 import urllib.request
 
-from control_plane_kit import ROOT, Cluster, Operator, child, condition, make_ready, resource, settled, wait
+from control_plane_kit import ROOT, Cluster, Operator, acted, child, condition, edit, make_ready, resource, settled, wait
 
 CRD = "inferencedeployments.weir.dev"
 
@@ -19,15 +18,6 @@ def answer(operator: Operator, where: str) -> tuple[int, str]:
             return int(found.status), found.read().decode()
     except urllib.error.HTTPError as e:
         return e.code, e.read().decode()
-
-
-def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
-    change = json.dumps({"spec": {"slo": {"ttft": f"{seconds}s"}}})
-    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", change)
-
-
-def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
-    return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]
 
 
 def owners(cluster: Cluster, namespace: str) -> list[str]:

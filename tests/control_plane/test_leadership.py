@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import signal
 
-from control_plane_kit import Cluster, Operator, child, resource, settled, wait
+from control_plane_kit import Cluster, Operator, acted, child, edit, resource, settled, wait
 
 KINDS = ("deployment", "service", "configmap", "serviceaccount", "secret", "replicaset", "pod")
 
 
 def holder(cluster: Cluster, namespace: str) -> str:
     return str(((cluster.get("lease", "weir-operator", namespace) or {}).get("spec") or {}).get("holderIdentity") or "")
-
-
-def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
-    change = json.dumps({"spec": {"slo": {"ttft": f"{seconds}s"}}})
-    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", change)
-
-
-def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
-    return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]
 
 
 def test_leaders_follow_one_another_and_a_sleeper_writes_nothing(cluster: Cluster, namespace: str) -> None:

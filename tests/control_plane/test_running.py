@@ -13,21 +13,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import yaml
-from control_plane_kit import Cluster, Operator, child, decoded, make_ready, resource, settled, wait
+from control_plane_kit import Cluster, Operator, acted, decoded, edit, make_ready, resource, settled, wait
 from frozen_proxy import FrozenProxy
 
 from weir_server.contract import CONTROL_PORT, KnobsRequest
 
 LABEL = "weir.dev/name=chat"
-
-
-def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
-    change = json.dumps({"spec": {"slo": {"ttft": f"{seconds}s"}}})
-    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", "-p", change)
-
-
-def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
-    return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]
 
 
 def through(cluster: Cluster, port: int, name: str) -> Path:
