@@ -7,6 +7,7 @@ import threading
 import urllib.error
 import urllib.request
 
+import pytest
 from control_plane_kit import ROOT, Cluster, Operator, acted, child, condition, edit, make_ready, resource, settled, wait
 
 CRD = "inferencedeployments.weir.dev"
@@ -30,22 +31,23 @@ def install(cluster: Cluster) -> None:
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
 
 
-def test_the_definition_comes_after_the_operator_goes_and_comes_back(cluster: Cluster, namespace: str) -> None:
-    """Cluster-wide: the watches follow definitions there."""
+@pytest.mark.parametrize("one_namespace", [False, True])
+def test_the_definition_comes_after_the_operator_goes_and_comes_back(cluster: Cluster, namespace: str, one_namespace: bool) -> None:
+    """It is served a moment after it is announced, and at a flip no list sees it gone: the watches find it all the same."""
     cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
     operator = Operator(cluster, namespace)
     try:
-        operator.start(scope=False)
+        operator.start(scope=one_namespace)
         said = wait(lambda: (a := answer(operator, "readyz"))[0] == 503 and CRD in a[1] and a[1], why="it says what is missing")
         assert "is not installed" in said
         assert answer(operator, "healthz")[0] == 200, "and that is no reason to be restarted"
-        for turn in range(2):
+        for turn in range(3):
             install(cluster)
             cluster.apply(resource(), namespace)
             uid = cluster.kubectl("get", "infd", "chat", "-n", namespace, "-o", "jsonpath={.metadata.uid}").stdout
             wait(lambda uid=uid: owners(cluster, namespace) == [uid], 90, f"this resource is reconciled, turn {turn}")
             wait(lambda: answer(operator, "readyz")[0] == 200, 60)
-            if turn == 0:  # its children may stay: the collector may not have known the kind yet
+            if turn < 2:  # its children may stay: the collector may not have known the kind yet
                 cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
     finally:
         install(cluster)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from weir_operator.api import names
 from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
@@ -62,15 +63,12 @@ def _listeners(decision_log: Path | None) -> list[Heard]:
 async def _run(settings: OperatorSettings, listeners: Sequence[Heard]) -> None:
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
 
-    def take_signals() -> None:
-        for sign in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(sign, stop.set)
-
-    take_signals()
+    for sign in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(sign, stop.set)
     connection = await configuration()
-
-    async def watcher(store: Store, queue: WorkQueue, stop: asyncio.Event) -> None:
-        await watch(connection, store, queue, settings.namespaces, stop, take_signals)
-
     async with Kube(connection) as kube:
+
+        async def watcher(store: Store, queue: WorkQueue, missed: Callable[[], None], stop: asyncio.Event) -> None:
+            await watch(connection, lambda: kube.has(names.KIND), store, queue, settings.namespaces, missed, stop)
+
         await run(settings, kube, watcher, stop, listeners)

@@ -1,34 +1,44 @@
 """kopf's part: watches, reconnects, back-off. It decides when; every event becomes a cached object and a key in the queue.
 
 No handler here sets a finalizer, posts an Event or keeps progress on an object: only low-level event handlers are used.
+
+kopf runs in a thread with an event loop of its own: it takes the process' signals where it can, it cancels every task of its
+loop when it ends, and it ends for good at a 404, as when the definition goes. Here it is begun again instead, as soon as the
+API server serves the definition. (Its own scan of definitions looks once per event, and misses one that is announced before it
+is served.)
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import kopf
 from kubernetes.aio.client import Configuration
 
 from weir_operator.api import names
-from weir_operator.io.kube import resource_of
+from weir_operator.io.kube import ApiError, Unreachable, resource_of
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.store import CHILD_KINDS, Store, key_of, owner_key
 
 SILENT_SECONDS = 70.0
 """The API server sends a bookmark every minute: a watch that says nothing for longer is dead, and is begun anew."""
+AGAIN_SECONDS = 2.0
+"""Between the end of the watches, or a look for a definition that is not there, and the next beginning."""
+log = logging.getLogger(__name__)
 _CHILDREN = {kind: resource_of(kind) for kind in ("Pod", *CHILD_KINDS)}
 
 
-def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
+def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.peering.standalone = True
-    settings.scanning.disabled = bool(namespaces)  # without cluster rights neither namespaces nor CRDs can be watched
+    settings.scanning.disabled = True
     settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
     settings.watching.inactivity_timeout = SILENT_SECONDS
     settings.networking.error_backoffs = [delay * random.uniform(0.8, 1.2) for delay in (1, 1, 2, 3, 5, 8, 13, 21)]
@@ -42,17 +52,20 @@ def _settings(namespaces: Sequence[str]) -> kopf.OperatorSettings:
 
 
 def _registry(store: Store, queue: WorkQueue, login: Any) -> kopf.OperatorRegistry:
-    registry = kopf.OperatorRegistry()
+    """Handlers that hand each event over to the event loop that this is called in."""
+    registry, ours = kopf.OperatorRegistry(), asyncio.get_running_loop()
     kopf.on.login(registry=registry)(login)
 
     def watcher(kind: str) -> Callable[..., Any]:
-        async def seen(event: Any, **_: Any) -> None:
-            obj = event["object"]
-            store.told(kind, obj, event["type"] == "DELETED")
+        def told(obj: Any, deleted: bool) -> None:
+            store.told(kind, obj, deleted)
             meta = obj["metadata"]
             key = key_of(meta["namespace"], meta["name"]) if kind == names.KIND else owner_key(obj)
             if key:
                 queue.add(key)
+
+        async def seen(event: Any, **_: Any) -> None:
+            ours.call_soon_threadsafe(told, event["object"], event["type"] == "DELETED")
 
         return seen
 
@@ -80,29 +93,53 @@ def _login(connection: Configuration) -> Callable[..., Any]:
 
 
 async def watch(
-    connection: Configuration, store: Store, queue: WorkQueue, namespaces: Sequence[str],
-    stop: asyncio.Event, started: Callable[[], None],
+    connection: Configuration, served: Callable[[], Awaitable[bool]], store: Store, queue: WorkQueue,
+    namespaces: Sequence[str], missed: Callable[[], None], stop: asyncio.Event,
 ) -> None:
-    """Feed the store and the queue until `stop` is set. `started` is called once kopf has taken the process' signals for
-    itself, so that the caller can take them back."""
+    """Feed the store and the queue until `stop` is set. `served` says whether the API server serves our definition;
+    `missed` is called when the watches begin again: what was deleted meanwhile, only a list can tell."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    ready = asyncio.Event()
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # it warns that signals are not its own
+    registry, begun = _registry(store, queue, _login(connection)), False
+    while not stop.is_set():
+        try:
+            if await served():
+                if begun:
+                    missed()
+                begun = True
+                await _until(stop, registry, namespaces)
+        except (ApiError, Unreachable) as e:
+            log.warning("the watches do not begin yet: %s", e)
+        except Exception as e:  # whatever ended kopf: what it should have told shows as lag, and then as bad health
+            log.warning("the watches have ended and begin again: %s: %s", type(e).__name__, e, extra={"event": "watches-ended"})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), AGAIN_SECONDS * random.uniform(0.8, 1.2))
 
-    async def announce() -> None:
-        await ready.wait()
-        await asyncio.sleep(1)  # kopf takes the signals one turn of the event loop after it says that it is ready
-        started()
 
-    announcing = asyncio.create_task(announce())
-    await kopf.operator(
-        registry=_registry(store, queue, _login(connection)),
-        settings=_settings(namespaces),
-        clusterwide=not namespaces,
-        namespaces=list(namespaces),
-        standalone=True,
-        # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
-        identity="weir-operator",  # type: ignore[arg-type]
-        ready_flag=ready,
-        stop_flag=stop,
-    )
-    announcing.cancel()
+async def _until(stop: asyncio.Event, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
+    """kopf in a thread, until `stop` is set. Raises what kopf ended with."""
+    flag = threading.Event()
+
+    async def run() -> None:
+        try:
+            await kopf.operator(
+                registry=registry,
+                settings=_settings(),
+                clusterwide=not namespaces,
+                namespaces=list(namespaces),
+                standalone=True,
+                # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
+                identity="weir-operator",  # type: ignore[arg-type]
+                stop_flag=flag,
+            )
+        finally:
+            flag.set()  # a thread of its own waits for it
+
+    running = asyncio.create_task(asyncio.to_thread(asyncio.run, run()))
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        flag.set()
+        stopped.cancel()
+    await running

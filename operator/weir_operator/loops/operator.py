@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import random
@@ -41,7 +42,7 @@ LAG_SECONDS = 60.0
 """A watch that has not told by then of what a list showed has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-Watch = Callable[[Store, WorkQueue, asyncio.Event], Awaitable[None]]
+Watch = Callable[[Store, WorkQueue, Callable[[], None], asyncio.Event], Awaitable[None]]
 Heard = Callable[[Subject, Round], None]
 
 
@@ -131,10 +132,15 @@ class Resync:
     def __init__(self, reconciler: Reconciler, queue: WorkQueue, namespaces: Sequence[str]) -> None:
         self._reconciler, self._queue, self._namespaces = reconciler, queue, tuple(namespaces)
         self.wrong: str | None = "nothing has been listed yet"
-        self._listed = asyncio.Event()
+        self._listed, self._again = asyncio.Event(), asyncio.Event()
+
+    def soon(self) -> None:
+        """List anew now: something was missed."""
+        self._again.set()
 
     async def run(self) -> None:
         while True:
+            self._again.clear()
             try:
                 await self._reconciler.refresh(self._namespaces)
                 self.wrong = None
@@ -144,7 +150,8 @@ class Resync:
                 self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
                 log.warning("resync: %s", self.wrong, extra={"event": "resync-failed"})
             enqueue_all(self._reconciler.store, self._queue)
-            await asyncio.sleep(RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._again.wait(), RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
 
     async def discover(self) -> None:
         """Notice the optional kinds' definitions as they come and go."""
@@ -218,7 +225,7 @@ async def run(
             ]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
-                for parts in (writers, [lease.run()], [watch(store, queue, stop)])
+                for parts in (writers, [lease.run()], [watch(store, queue, resync.soon, stop)])
             ]
             stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait([*groups[0], *groups[1], *groups[2], stopped], return_when=asyncio.FIRST_COMPLETED)
