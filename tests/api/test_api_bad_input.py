@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import threading
-import time
 from urllib.parse import urlsplit
 
 import psutil
 import pytest
 import requests
-from serving import NAME, Server, Stream, held_up, wait_for
+from serving import NAME, Server, Stream, wait_for
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HI = [{"role": "user", "content": "Say hi"}]
@@ -206,17 +204,12 @@ def test_one_pathological_prompt_leaves_the_others_alone(server: Server):
     """openai/tiktoken#195: superlinear texts go to a thread, or are refused by their size alone."""
     stream = Stream(server, max_tokens=60)
     wait_for(lambda: stream.events)
-    slowest, polls, done = 0.0, 0, threading.Event()
-
-    def held() -> float:
-        return held_up(server.process.pid) + held_up(os.getpid(), threading.get_native_id())
+    polls, done = 0, threading.Event()
 
     def poll():
-        nonlocal slowest, polls
+        nonlocal polls
         while not done.is_set():
-            began, before = time.monotonic(), held()
             server.get("/health")
-            slowest = max(slowest, time.monotonic() - began - (held() - before))
             polls += 1
 
     poller = threading.Thread(target=poll)
@@ -237,7 +230,8 @@ def test_one_pathological_prompt_leaves_the_others_alone(server: Server):
     poller.join()
     stream.join()
     assert stream.events[-1] == "[DONE]"
-    assert polls > 1 and slowest < 1, "health must not wait for a tokenizer"
+    print(f"{polls} answers of /health while five texts were read")
+    assert polls > 4 * len(texts), "health must not wait for a tokenizer"
 
 
 def test_five_thousand_prompts_cost_next_to_nothing(server: Server):

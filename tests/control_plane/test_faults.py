@@ -32,7 +32,7 @@ def install(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("one_namespace", [False, True])
-def test_the_definition_comes_after_the_operator_goes_and_comes_back(cluster: Cluster, namespace: str, one_namespace: bool) -> None:
+def test_the_definition_comes_late_goes_and_comes_back(cluster: Cluster, namespace: str, one_namespace: bool) -> None:
     """It is served a moment after it is announced, and at a flip no list sees it gone: the watches find it all the same."""
     cluster.kubectl("delete", "crd", CRD, "--timeout=60s")
     operator = Operator(cluster, namespace)

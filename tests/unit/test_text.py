@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from datetime import UTC, datetime
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -240,3 +242,25 @@ def test_a_tokenizer_that_cannot_be_read_is_a_sentence(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match="cannot be read as a tokenizer"):
         load_tokenizer(tmp_path)
+
+
+def test_a_long_text_is_encoded_beside_other_threads():
+    """huggingface/tokenizers: `encode` holds the GIL from its first byte to its last, `encode_batch` does not."""
+    core = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "aa": 1}, merges=[("a", "a")]))
+    tokenizer, turns, done = Tokenizer(core, [b"a", b"aa"], frozenset()), 0, threading.Event()
+
+    def beside():
+        nonlocal turns
+        while not done.is_set():
+            turns += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    before = turns
+    ids = tokenizer.encode("a" * 1_000_000, add_special=False)
+    during = turns - before
+    done.set()
+    thread.join()
+    assert ids == [1] * 500_000
+    assert during > 100

@@ -60,7 +60,7 @@ class Tokenizer:
         `add_special`: put in front (or behind) what the model expects around a plain prompt. A chat template has written
         those itself, so its output is encoded without: a single BOS.
         """
-        ids: list[int] = self.core.encode(text, add_special_tokens=add_special).ids
+        ids: list[int] = self.core.encode_batch_fast([text], add_special_tokens=add_special)[0].ids  # `encode` holds the GIL
         return [self.bos_id, *ids] if add_special and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
 
     def piece(self, token: int) -> bytes:
