@@ -22,6 +22,11 @@ from weir_bench.inprocess import boot, load, quiet
 LENGTHS, BATCH, PAGE = (512, 4096), 4, 16
 
 
+def every_layer(layers: int) -> Any:
+    """Attention of all layers over the same queries, as a forward."""
+    return lambda ops, x: [ops.attention(layer=layer, qkv=x) for layer in range(layers)][-1]
+
+
 def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], int]:
     """What to time, by name: attention in all layers; and the bytes of KV that it must read."""
     import torch
@@ -40,15 +45,12 @@ def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], i
     work = [
         RowWork([1], length, table.tolist(), True, Sampling(1), 0, [1] * (length + 1), length + 1) for table in tables
     ]
-    backend = choose_backend(c, pool)
+    backend = choose_backend(model.decoder, pool)
     results.moved({"paged kernel": backend.name == "cpu"})
     step = flatten(work, PAGE, c)
     qkv = torch.randn(BATCH, (c.heads + 2 * c.kv_heads) * c.head_dim)
 
-    def paged() -> Any:
-        ops = backend.bind(step)
-        return [ops.attention(layer=layer, qkv=qkv) for layer in range(c.layers)]
-
+    paged = backend.compile(every_layer(c.layers), qkv.shape[1])
     shape = (c.layers, 2, BATCH * pages + 2, PAGE, c.kv_heads, c.head_dim)
     flat = torch.randn(shape)
     rows = [torch.empty(BATCH * pages, *shape[3:]) for _ in range(2)]
@@ -63,7 +65,8 @@ def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], i
             out.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
         return out
 
-    return {"paged": paged, "gather": gather}, c.layers * 2 * BATCH * (length + 1) * c.kv_heads * c.head_dim * 4
+    size = c.layers * 2 * BATCH * (length + 1) * c.kv_heads * c.head_dim * 4
+    return {"paged": lambda: paged(qkv, step), "gather": gather}, size
 
 
 def read_roof(seconds: float = 1.0) -> float:

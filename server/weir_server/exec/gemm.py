@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from weir_server.exec.cpu import load_library
+from weir_server.exec.library import load_library
 from weir_server.exec.step import UnsupportedError
 
 Weights = Literal["float32", "int8"]
