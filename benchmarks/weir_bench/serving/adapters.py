@@ -133,6 +133,14 @@ class OpenVino:
                         del self.live[name]
                 if new or ended:
                     self.loop.call_soon_threadsafe(tell, new, ended)
+            self._let_write()
+
+    def _let_write(self) -> None:
+        """A step holds the interpreter's lock, so the next one waits until the events of this one are written: one turn of
+        the loop hears the tokens, the next writes them."""
+        written = threading.Event()
+        self.loop.call_soon_threadsafe(self.loop.call_soon, self.loop.call_soon, written.set)
+        written.wait(1.0)
 
 
 ENGINES: dict[str, Callable[[Path, argparse.Namespace], Engine]] = {"transformers": Transformers, "openvino-genai": OpenVino}
