@@ -1,7 +1,7 @@
 """A server that plays a rival under measurement: python rival.py PORT MODE FOLDER. It leaves its process id in FOLDER.
 
 MODE: batching (all rows advance with one pass), serial (each row has passes of its own), silent (its /metrics counts nothing),
-mortal (ends with the fourth request), slow (a token a second), stillborn (ends at once).
+mortal (ends with the fourth request), short (answers with half the tokens), slow (a token a second), quick (300 of them), stillborn (ends at once).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from aiohttp import web
 
-PASS_SECONDS = {"slow": 1.0}
+PASS_SECONDS = {"slow": 1.0, "quick": 0.003}
 
 
 class Rival:
@@ -23,7 +23,7 @@ class Rival:
     async def run(self):
         """A pass; every stream that waits gets a token."""
         while True:
-            await asyncio.sleep(PASS_SECONDS.get(self.mode, 0.002))
+            await asyncio.sleep(PASS_SECONDS.get(self.mode, 0.02))
             async with self.turn:
                 self.passes += bool(self.waiting)
                 self.waiting = 0
@@ -37,15 +37,16 @@ class Rival:
             os._exit(3)
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(request)
-        for i in range(body["max_tokens"]):
+        tokens = body["max_tokens"] // 2 if self.mode == "short" else body["max_tokens"]
+        for i in range(tokens):
             async with self.turn:
                 self.waiting += 1
                 await self.turn.wait()
             self.tokens += 1
-            finish = "length" if i + 1 == body["max_tokens"] else None
+            finish = "length" if i + 1 == tokens else None
             data = {"choices": [{"index": 0, "text": "a", "finish_reason": finish}]}
             await answer.write(f"data: {json.dumps(data)}\n\n".encode())
-        usage = {"choices": [], "usage": {"completion_tokens": body["max_tokens"]}}
+        usage = {"choices": [], "usage": {"completion_tokens": tokens}}
         await answer.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
         return answer
 

@@ -165,6 +165,7 @@ async def test_a_server_that_does_not_batch_is_refused(tmp_path):
 @pytest.mark.parametrize(("mode", "says"), [
     ("silent", "R: its /metrics shows no rival_tokens"),
     ("mortal", r"R died \(status 3; out of memory, or so\)"),
+    ("short", "R serves badly: 4 of 4 requests failed, the first with: 4 of 8 tokens"),
     ("stillborn", "R: python.* does not serve: the port is taken, say"),
 ])
 async def test_a_rival_that_dies_or_tells_nothing_is_one_sentence(tmp_path, mode, says):
@@ -192,7 +193,7 @@ async def test_a_table_is_written_in_its_shape_and_said_on_both_pages(tmp_path):
     run = Run(setting(tmp_path), Form("trial", 2, {1: 2, 4: 1}, 1, 1.0), tmp_path / "out", say=said.append)
     absent = Contender("gone", "rival", "float32", None, lambda _: "it is not installed", None, None, None, 4.0, 4)
     path = await side_by_side.measure(
-        run, "float32", [contender(tmp_path, "weir float32", system="weir"), contender(tmp_path, "R, KV F16"), absent]
+        run, "float32", [contender(tmp_path, "weir float32", "quick", "weir"), contender(tmp_path, "R, KV F16", "quick"), absent]
     )  # fmt: skip
     doc = msgspec.json.decode(path.read_bytes(), type=Document)
     assert doc.form == "trial" and doc.benchmark == "serving-float32" and doc.skipped == ["gone: it is not installed"]

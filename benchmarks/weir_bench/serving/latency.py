@@ -56,7 +56,7 @@ async def poisson(run: Run) -> Path | None:
         for round, _, size in figures.turns(run.form.rounds, (0,), sizes):
             arrivals = schedule(LOAD * most, run.form.seconds, mix, seed=round + 1)
             report = await rounds.offer(up[size], arrivals, seed=round)
-            rounds.whole(up[size], report)
+            await rounds.whole(up[size], report)
             cells.append({"chunk": size, "round": round, "requests": len(arrivals), **gaps(report)})
             run.say(f"chunk {size:8}: {told(cells[-1])}, TTFT p50 {cells[-1]['ttft_p50']:.2f} s")
         servers = [up[ADAPTIVE].server]

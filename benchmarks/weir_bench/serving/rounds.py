@@ -79,8 +79,8 @@ async def load(u: Up, round: int, clients: int, requests: int, *, prompt: int = 
     before, cpu = await counters(u), u.running.cpu_seconds()
     async with u.client(seed=1000 * (round + 1) + clients) as client:  # the same prompts for every contender
         report = await closed_loop(client, clients, [Arrival(0, prompt, output)] * requests)
+    await whole(u, report)
     after = await counters(u)
-    whole(u, report)
     rows = (after.tokens - before.tokens) / max(1.0, after.forwards - before.forwards)
     if after.tokens - before.tokens < 0.9 * requests * output:
         raise ServerError(f"{u.name}: its counters show {after.tokens - before.tokens:g} of {requests * output} tokens")
@@ -101,18 +101,23 @@ async def counters(u: Up) -> peers.Counters:
     except ServerError as e:
         raise ServerError(f"{u.name}: {e}") from None
     except aiohttp.ClientError as e:
-        raise ServerError(f"{u.name} {_end(u)}: {e}") from None
+        raise ServerError(f"{u.name} {await _end(u)}: {e}") from None
     return found
 
 
-def whole(u: Up, report: Report) -> None:
+async def whole(u: Up, report: Report) -> None:
     """Raises ServerError where a request failed or was short."""
     if bad := [o for o in report.outcomes if o.status != 200 or o.error or o.tokens != o.output]:
         why = bad[0].error or f"{bad[0].tokens} of {bad[0].output} tokens"
-        raise ServerError(f"{u.name} {_end(u)}: {len(bad)} of {len(report.outcomes)} requests failed, the first with: {why}")
+        counts = f"{len(bad)} of {len(report.outcomes)} requests failed"
+        raise ServerError(f"{u.name} {await _end(u)}: {counts}, the first with: {why}")
 
 
-def _end(u: Up) -> str:
+async def _end(u: Up) -> str:
+    """Whether it is still there; its connections break a moment before its end is known."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(1.0):
+            await u.running.child.process.wait()
     ended = u.running.child.ended
     return "serves badly" if ended is None else f"died (status {ended}; {u.running.child.last_words(1)})"
 
@@ -160,7 +165,7 @@ async def waves(u: Up, clients: int, number: int, seed: int) -> Report:
     async with u.client(seed) as client:
         for _ in range(number):
             report = await closed_loop(client, clients, [Arrival(0, PROMPT, OUTPUT)] * clients)
-            whole(u, report)
+            await whole(u, report)
             outcomes += report.outcomes
             lags.append(report.lag_p99)
             cpu.append(report.cpu)
@@ -171,7 +176,7 @@ async def saturation(u: Up, arrivals: Sequence[Arrival], clients: int) -> float:
     """Requests of such lengths a second, with `clients` at a time and none of them ever idle."""
     async with u.client(seed=7, keep_gaps=False) as client:
         report = await closed_loop(client, clients, list(arrivals))
-    whole(u, report)
+    await whole(u, report)
     return len(arrivals) / report.seconds
 
 

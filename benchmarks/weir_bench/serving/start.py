@@ -28,7 +28,8 @@ async def start(run: Run) -> Path | None:
             server = contender.server(running, shape, await contender.isa(running), contender.version(run.setting), 0.0)
             up = servers[name] = Up(contender, running, server)
             async with up.client(seed=round) as client:
-                whole(up, report := await closed_loop(client, 1, [Arrival(0, PROMPT, 1)]))
+                report = await closed_loop(client, 1, [Arrival(0, PROMPT, 1)])
+            await whole(up, report)
             first = ready + (report.outcomes[0].ttft or 0.0)
         if round:  # the first start fills the caches
             cells.append({"server": name, "round": round, "ready": ready, "first_token": first})
