@@ -1,7 +1,8 @@
 """A server that plays a rival under measurement: python rival.py PORT MODE FOLDER. It leaves its process id in FOLDER.
 
 MODE: batching (all rows advance with one pass), serial (each row has passes of its own), silent (its /metrics counts nothing),
-mortal (ends with the fourth request), short (answers with half the tokens), slow (a token a second), quick (300 of them), stillborn (ends at once).
+mortal (ends with the fourth request), short (answers with half the tokens), slow (a token a second), quick (300 of them),
+stillborn (ends at once).
 """
 
 import asyncio

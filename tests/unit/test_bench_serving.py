@@ -192,9 +192,8 @@ async def test_a_table_is_written_in_its_shape_and_said_on_both_pages(tmp_path):
     said = []
     run = Run(setting(tmp_path), Form("trial", 2, {1: 2, 4: 1}, 1, 1.0), tmp_path / "out", say=said.append)
     absent = Contender("gone", "rival", "float32", None, lambda _: "it is not installed", None, None, None, 4.0, 4)
-    path = await side_by_side.measure(
-        run, "float32", [contender(tmp_path, "weir float32", "quick", "weir"), contender(tmp_path, "R, KV F16", "quick"), absent]
-    )  # fmt: skip
+    ours, rival = contender(tmp_path, "weir float32", "quick", "weir"), contender(tmp_path, "R, KV F16", "quick")
+    path = await side_by_side.measure(run, "float32", [ours, rival, absent])
     doc = msgspec.json.decode(path.read_bytes(), type=Document)
     assert doc.form == "trial" and doc.benchmark == "serving-float32" and doc.skipped == ["gone: it is not installed"]
     assert [(c.round, c.clients, c.server[0]) for c in doc.cells] == [
