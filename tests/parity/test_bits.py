@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from parity_families import make, prompt
 from parity_rows import Row, make_runner, places, step
 
@@ -19,11 +20,13 @@ pytestmark = pytest.mark.torch
 TOKENS = 70
 
 
-@pytest.fixture(scope="module", params=["llama-gqa3", "gemma3"])
+@pytest.fixture(scope="module", params=["llama-gqa3", "gemma3", "llama-gqa3 bf16"])
 def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = tmp_path_factory.mktemp("bits")
-    make(request.param).save_pretrained(path / "model")
-    loaded = load(Boot(model=str(path / "model"), threads=2, cache_dir=str(path / "cache")))
+    name, _, kv_dtype = request.param.partition(" ")
+    make(name).save_pretrained(path / "model")
+    boot = Boot(model=str(path / "model"), threads=2, cache_dir=str(path / "cache"))
+    loaded = load(replace(boot, kv_dtype=kv_dtype or boot.kv_dtype))
     if "independent" not in loaded.linear:
         pytest.skip("this processor's matrix products depend on the row count")
     return loaded

@@ -42,6 +42,9 @@ class LoadFlags:
     """What loading a model depends on."""
 
     dtype: Annotated[str, option(MODEL, "--dtype", help="Type that the weights are computed in.")] = "float32"
+    kv_cache_dtype: Annotated[
+        str, option(MODEL, "--kv-cache-dtype", help="fp32, or bf16: half the memory, rounded keys and values.")
+    ] = "fp32"
     cache_dir: Annotated[str | None, option(MODEL, "--cache-dir", help="Where converted weights are kept.")] = None
     threads: Annotated[int | None, option(MODEL, "--threads", min=1, max=1024, help="Default: the cgroup's CPU quota.")] = None
     deterministic: Annotated[

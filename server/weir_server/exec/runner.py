@@ -60,7 +60,7 @@ def choose_products(weights: Sequence[torch.Tensor]) -> Products:
     except UnsupportedError as e:
         log.warning("matrix products: torch's, because %s", e)
         return probe(weights)
-    if all(agrees(products, weight) for weight in weights):
+    if all(agrees(products, weight) for weight in {w.shape[1]: w for w in reversed(weights)}.values()):  # one for each width
         return products
     log.warning("matrix products: torch's, because ours differ from them")
     return probe(weights)
@@ -74,12 +74,16 @@ HEAD_ROWS = 64
 """Most rows that the head multiplies at a time for prompt logprobs: their logits are the largest tensor of a step."""
 
 
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 class ModelSizes:
     """What a model takes, by its config alone. `weights_bytes`: anonymous memory that its weights hold, fewer where they are
     `mapped` from the weight cache."""
 
-    def __init__(self, config: DecoderConfig, mapped: bool) -> None:
+    def __init__(self, config: DecoderConfig, mapped: bool, kv_dtype: str) -> None:
         self.config = c = config
+        self.kv_dtype = KV_DTYPES[kv_dtype]
         self.context_length, self.window = c.context, c.window
         layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
         self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
@@ -88,7 +92,7 @@ class ModelSizes:
         return self.geometry(page_size).chunk_bytes
 
     def geometry(self, page_size: int) -> Geometry:
-        return geometry(self.config, page_size)
+        return geometry(self.config, page_size, self.kv_dtype)
 
     def activation_bytes(self, max_tokens: int) -> int:
         """Most memory that a step of `max_tokens` tokens needs beside weights and pool, its logits included."""
@@ -101,14 +105,14 @@ class ModelSizes:
 def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
     _check_dtype(boot.dtype)
-    return ModelSizes(read_config(Path(boot.model)), mapped=True)
+    return ModelSizes(read_config(Path(boot.model)), mapped=True, kv_dtype=boot.kv_dtype)
 
 
 class LoadedModel(ModelSizes):
     """A model in memory, not yet given a pool."""
 
     def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
-        super().__init__(decoder.config, mapped)
+        super().__init__(decoder.config, mapped, boot.kv_dtype)
         self.boot, self.decoder, self.linear = boot, decoder, linear
         self.decode_path = NATIVE if decoder.batched else PER_ROW
 
@@ -119,15 +123,15 @@ class LoadedModel(ModelSizes):
         return {
             "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
             "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
-            "dtype": "float32", "decode_path": self.decode_path, "linear": self.linear,
+            "dtype": "float32", "kv_dtype": self.boot.kv_dtype, "decode_path": self.decode_path, "linear": self.linear,
             "isa": torch.backends.cpu.get_cpu_capability(),
         }  # fmt: skip
 
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
         """A Runner over a pool of `num_chunks` chunks, pages of boot.page_size tokens, and a swap pool of `swap_chunks`.
         Chunks 0 and 1 of the first are reserved for padding: rows own blocks of chunks 2 … num_chunks-1."""
-        pool = KvPool(self.config, self.boot.page_size, num_chunks)
-        swap = KvPool(self.config, self.boot.page_size, swap_chunks) if swap_chunks else None
+        pool = KvPool(self.config, self.boot.page_size, num_chunks, self.kv_dtype)
+        swap = KvPool(self.config, self.boot.page_size, swap_chunks, self.kv_dtype) if swap_chunks else None
         return ModelRunner(self.decoder, pool, choose_backend(self.decoder, pool), swap)
 
 
