@@ -170,36 +170,11 @@ void weir_gemm_q8(int isa, int64_t M, int64_t N, int64_t K, const float *x, int6
 
 /* ------------------------------------------------------------------------------------------------ packing */
 
-/* W [N][K] into panels. */
+/* W [N][K] into panels of float32. Those of 8 bits are made by model/int8.py. */
 void weir_gemm_pack(int64_t N, int64_t K, const float *w, float *out) {
 #pragma omp parallel for if (N * K > SMALL)
     for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
         for (int64_t k = 0; k < K; k++)
             for (int64_t j = 0; j < WIDTH; j++)
                 out[(p * K + k) * WIDTH + j] = p * WIDTH + j < N ? w[(p * WIDTH + j) * K + k] : 0;
-}
-
-/* One column's `count` weights of a group: scale = the largest / 127, each rounded to the nearest multiple of it. */
-static void quantize(int64_t count, const float *w, int8_t *group, int64_t j) {
-    float most = 0;
-    for (int64_t k = 0; k < count; k++) most = __builtin_fmaxf(most, __builtin_fabsf(w[k]));
-    float scale = most / 127;
-    memcpy(group + j * sizeof scale, &scale, sizeof scale);
-    for (int64_t k = 0; k < count; k++) {
-        float q = scale > 0 ? __builtin_fminf(__builtin_fmaxf(w[k] / scale, -127), 127) : 0;
-        group[LINE + k / 4 * LINE + j * 4 + k % 4] = (int8_t)__builtin_lrintf(q);
-    }
-}
-
-/* W [N][K] into panels of 8 bits. */
-void weir_gemm_q8_pack(int64_t N, int64_t K, const float *w, int8_t *out) {
-    int64_t groups = ceil_div(K, GROUP);
-#pragma omp parallel for if (N * K > SMALL)
-    for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
-        for (int64_t g = 0; g < groups; g++) {
-            int8_t *group = out + (p * groups + g) * GROUP_BYTES;
-            memset(group, 0, GROUP_BYTES);
-            for (int64_t j = 0; j < smaller(N - p * WIDTH, WIDTH); j++)
-                quantize(smaller(K - g * GROUP, GROUP), w + (p * WIDTH + j) * K + g * GROUP, group, j);
-        }
 }
