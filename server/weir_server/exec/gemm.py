@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from weir_server.exec.cpu import load_library
+from weir_server.exec.library import load_library
 from weir_server.exec.step import UnsupportedError
 from weir_server.model.int8 import Int8Matrix, Matrix
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -139,7 +140,7 @@ class LoadedModel(ModelSizes):
         Chunks 0 and 1 of the first are reserved for padding: rows own blocks of chunks 2 … num_chunks-1."""
         pool = KvPool(self.config, self.boot.page_size, num_chunks)
         swap = KvPool(self.config, self.boot.page_size, swap_chunks) if swap_chunks else None
-        return ModelRunner(self.decoder, pool, choose_backend(self.config, pool), swap)
+        return ModelRunner(self.decoder, pool, choose_backend(self.decoder, pool), swap)
 
 
 class ModelRunner:
@@ -151,6 +152,7 @@ class ModelRunner:
         self.decoder, self.pool, self.backend, self.swap = decoder, pool, backend, swap
         self.geometry, self.window = pool.geometry, decoder.config.window
         self.vocab_size = decoder.config.vocab
+        self._hidden, self._head = (backend.compile(f, decoder.config.hidden) for f in (decoder.hidden, decoder.head))
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
         if len(rows) > 1 and not self.decoder.batched:
@@ -162,7 +164,7 @@ class ModelRunner:
             states, scored = self._forward(rows)
             sampling = [i for i, row in enumerate(rows) if row.sample]
             draws = [Draw(r.sampling, r.choice, r.context, r.prompt_len) for r in (rows[i] for i in sampling)]
-            logits = self.decoder.head(states[: len(sampling)])
+            logits = self._head(states[: len(sampling)])
             for i, drawn in zip(sampling, sample(logits, draws), strict=True):
                 results[i] = RowResult(drawn.token, drawn.logprobs, drawn.error)
             for i, at in scored.items():
@@ -173,26 +175,27 @@ class ModelRunner:
         """The forward pass alone: logits [rows that sample, vocab], in the order of `rows`."""
         with torch.inference_mode():
             states, _ = self._forward(rows)
-            return self.decoder.head(states[: sum(row.sample for row in rows)])
+            return self._head(states[: sum(row.sample for row in rows)]).clone()
 
     def _forward(self, rows: Sequence[RowWork]) -> tuple[torch.Tensor, dict[int, slice]]:
         """What the head reads: first of each row that samples, then of the tokens that prompt logprobs are asked of; and
         where each such row's lie."""
-        step = flatten(rows, self.pool.page_size, self.decoder.config)
-        wanted, end, scored = [step.sample_at], len(step.sample_at), {}
+        step, scored = flatten(rows, self.pool.page_size, self.decoder.config), dict[int, slice]()
+        picked, end = [step.picked], len(step.picked)
         for i, row in enumerate(rows):
             if n := _scored(row):
-                wanted.append(torch.arange(int(step.starts[i]), int(step.starts[i]) + n))
+                picked.append(torch.arange(int(step.starts[i]), int(step.starts[i]) + n))
                 scored[i] = slice(end, end + n)
                 end += n
-        at = torch.cat(wanted) if scored else step.sample_at
-        return self.decoder.hidden(step.tokens, at, self.backend.bind(step)), scored
+        if scored:
+            step = replace(step, picked=torch.cat(picked))
+        return self._hidden(self.decoder.embedded(step.tokens), step), scored
 
     def _score(self, row: RowWork, states: torch.Tensor, result: RowResult) -> None:
         """Logprobs of the prompt tokens that follow those fed, in tiles: nothing of the size [prompt, vocab] is held."""
         result.prompt_logprobs = []
         for begin in range(0, len(states), HEAD_ROWS):
-            logits = self.decoder.head(states[begin : begin + HEAD_ROWS])
+            logits = self._head(states[begin : begin + HEAD_ROWS])
             if not bool(torch.isfinite(logits).all()):
                 result.error = NOT_FINITE
                 return
