@@ -123,7 +123,8 @@ def test_nothing_beyond_x_is_read_and_nothing_beyond_y_is_written(kind, as_held)
         x.copy_(random(rows, width))
         y = torch.full((rows + 2, out + 5), 7.0)
         inner = y[1:-1, 2 : 2 + out]
-        linear.multiply(
+        multiply = kind.library.weir_gemm_q8 if linear.int8 else kind.library.weir_gemm
+        multiply(
             kind.isa, rows, out, width, x.data_ptr(), x.stride(0), linear.weight.data_ptr(), inner.data_ptr(), y.stride(0)
         )  # fmt: skip
         assert torch.equal(inner, linear(x.contiguous()))

@@ -87,7 +87,7 @@ def test_rows_are_looked_up_in_the_same_tensor() -> None:
     held = Int8Matrix.of(quantize(random(50, 70)))
     rows = torch.tensor([0, 49, 15, 16, 49])
     assert torch.equal(held[rows], held.float32()[rows])
-    assert held[rows].shape == (5, 70)
+    assert held[rows].shape == (5, 70) and held[rows].is_contiguous()
     assert held[rows[:0]].shape == (0, 70)
 
 
@@ -100,7 +100,7 @@ def test_it_takes_nine_bits_a_weight() -> None:
 @pytest.mark.parametrize("kind", sorted(int8.EXACT))
 def test_ggufs_blocks_are_taken_as_they_are(kind: str) -> None:
     number = GGMLQuantizationType[kind]
-    raw = gguf_quantize((random(40, 96) * 0.1).numpy(), number)
+    raw = gguf_quantize((random(40, 96) * 0.1).numpy(), number).copy()
     raw[3, 2:9] = 0x80  # the least that a byte holds, which no rounding of ours gives
     blocks = int8.of_gguf(raw, kind)
     assert np.array_equal(Int8Matrix.of(blocks).float32().numpy(), dequantize(raw, number))
@@ -123,10 +123,10 @@ def test_a_file_in_8_bits_is_served_in_8_bits_unless_it_is_told_otherwise(tmp_pa
 def test_a_file_with_one_matrix_of_another_type_is_served_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path, tiny_llama(), kind=GGMLQuantizationType.Q8_0)
-    assert loader.read_config(path) == (loader.load_checkpoint(path, str(tmp_path / "cache")).config, True)
+    assert loader.read_headers(path, "auto")[1] and not loader.read_headers(path, "none")[1]
     was = loader._Gguf.is_int8
     monkeypatch.setattr(loader._Gguf, "is_int8", lambda self, piece: piece != "layers.1.up" and was(self, piece))
-    assert not loader.read_config(path)[1] and loader.read_config(path, "int8")[1]
+    assert not loader.read_headers(path, "auto")[1] and loader.read_headers(path, "int8")[1]
     mixed = loader.load_checkpoint(path, str(tmp_path / "other"), "int8")  # that one alone is rounded
     assert isinstance(mixed.weights["layers.1.gate_up"], Int8Matrix)
 
@@ -161,8 +161,17 @@ def test_every_family_computes_with_exactly_the_rounded_weights(tmp_path: Path, 
     runner = make_runner(loaded, backend)
     got = all_logits(runner, [Row.of(runner, tokens).work()])
     assert (got - want).abs().max() <= 1e-4
-    assert (unrounded - want).abs().max() > 1e-2, "rounding that changes nothing was not done"
+    assert (unrounded - want).abs().max() > 1e-3, "rounding that changes nothing was not done"
     assert run_rows(runner, [Row.of(runner, tokens, 1)], 12)[0] == reference_tokens(model, tokens, 12)
+
+
+@pytest.mark.parametrize("backend", ["gather", "cpu"])
+def test_widths_that_are_no_whole_groups(tmp_path: Path, backend: str) -> None:
+    model, tokens = tiny_llama(hidden_size=80, head_dim=16, intermediate_size=112, tie_word_embeddings=True), prompt(40)
+    model.save_pretrained(tmp_path / "m")
+    runner = make_runner(kernels_or_skip(load(boot(tmp_path / "m", quantize="int8"))), backend)
+    got = all_logits(runner, [Row.of(runner, tokens).work()])
+    assert (got - reference_logits(round_matrices(model), tokens)).abs().max() <= 1e-4
 
 
 def test_8_bits_are_what_is_multiplied_and_nothing_is_held_besides(tmp_path: Path) -> None:
@@ -170,7 +179,7 @@ def test_8_bits_are_what_is_multiplied_and_nothing_is_held_besides(tmp_path: Pat
     loaded = kernels_or_skip(load(boot(tmp_path / "m", quantize="int8")))
     decoder = loaded.decoder
     linears = [decoder._head, *(w for layer in decoder.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down))]
-    assert all(isinstance(w, NativeLinear) and w.multiply.__name__ == "weir_gemm_q8" for w in linears)
+    assert all(isinstance(w, NativeLinear) and w.int8 for w in linears)
     assert decoder._head.weight is decoder.embed.lines, "the tied head is the embedding's own tensor"
     assert loaded.model["weights"] == "int8" and str(loaded.model["linear"]).startswith("int8, own")
     assert load(boot(tmp_path / "m")).model["weights"] == "float32"
@@ -199,7 +208,7 @@ def test_a_start_from_the_cache_takes_no_memory_for_8_bits(tmp_path: Path) -> No
     before = memory_used()
     again = load(boot(tmp_path / "m", quantize="int8"))
     assert again.decoder.embed.lines.data_ptr() % 64 == 0, "a line of weights is a line of the cache"
-    assert memory_used() - before < whole / 4
+    assert memory_used() - before < whole / 2
 
 
 # ---------------------------------------------------------------- the cache, and a machine without a compiler

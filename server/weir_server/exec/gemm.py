@@ -7,7 +7,6 @@ docs/decisions/025. The weights' 8-bit values are the same at every row count to
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,12 +20,12 @@ ISA_NAMES = ("plain C", "AVX2", "AVX-512")
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """y [rows, out] = x [rows, in] · Wᵀ in float32. `weight`: as `multiply`, of the C library, reads it; may be mapped."""
+    """y [rows, out] = x [rows, in] · Wᵀ in float32. `weight`: packed, float32 or (`int8`) lines of 8 bits; may be mapped."""
 
-    multiply: Callable[..., None]
-    isa: int
+    kind: NativeKind
     weight: torch.Tensor
     shape: tuple[int, ...]  # out, in
+    int8: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises ValueError where x is not float32 [rows, in]: C would read past it."""
@@ -36,7 +35,8 @@ class NativeLinear:
             x = x.contiguous()
         rows, (out, width) = x.shape[0], self.shape
         y = torch.empty(rows, out)
-        self.multiply(self.isa, rows, out, width, x.data_ptr(), x.stride(0), self.weight.data_ptr(), y.data_ptr(), out)
+        multiply = self.kind.library.weir_gemm_q8 if self.int8 else self.kind.library.weir_gemm
+        multiply(self.kind.isa, rows, out, width, x.data_ptr(), x.stride(0), self.weight.data_ptr(), y.data_ptr(), out)
         return y
 
 
@@ -70,12 +70,12 @@ class NativeKind:
         if isinstance(weight, Int8Matrix):
             if weight.lines.nbytes != self.library.weir_gemm_q8_bytes(*weight.shape) or not weight.lines.is_contiguous():
                 raise ValueError(f"lines of {list(weight.lines.shape)} are not those of a matrix {list(weight.shape)}")
-            return NativeLinear(self.library.weir_gemm_q8, self.isa, weight.lines, weight.shape)
+            return NativeLinear(self, weight.lines, weight.shape, int8=True)
         out, width = weight.shape
         weight = weight.detach().to(torch.float32).contiguous()
-        packed = torch.empty(self.library.weir_gemm_bytes(out, width), dtype=torch.uint8)
+        packed = torch.empty(self.library.weir_gemm_bytes(out, width) // 4)
         self.library.weir_gemm_pack(out, width, weight.data_ptr(), packed.data_ptr())
-        return NativeLinear(self.library.weir_gemm, self.isa, packed, (out, width))
+        return NativeLinear(self, packed, (out, width), int8=False)
 
     def __str__(self) -> str:
         return f"own on {ISA_NAMES[self.isa]}, independent of the row count"

@@ -22,7 +22,7 @@ from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
 from weir_server.model.int8 import Matrix
 from weir_server.model.linear import Products, agrees, probe
-from weir_server.model.loader import load_checkpoint, read_config, weights_bytes
+from weir_server.model.loader import load_checkpoint, read_headers, weights_bytes
 from weir_server.model.sampler import NOT_FINITE, Draw, logprobs_of, sample
 
 log = logging.getLogger("weir.exec")
@@ -103,7 +103,7 @@ class ModelSizes:
 def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
     _check_dtype(boot.dtype)
-    config, int8 = read_config(Path(boot.model), boot.quantize)
+    config, int8 = read_headers(Path(boot.model), boot.quantize)
     return ModelSizes(config, int8 and _has_kernels(), mapped=True)
 
 

@@ -45,19 +45,19 @@ class Int8Matrix:
 
     @classmethod
     def of(cls, blocks: Blocks) -> Int8Matrix:
-        out = len(blocks.q)
-        q, scales = (torch.nn.functional.pad(t, (0, 0, 0, -out % _PANEL)) for t in (blocks.q, blocks.scales))
-        groups = scales.shape[1]
-        lines = torch.empty(lines_shape((out, blocks.width)), dtype=torch.int32)
-        lines[:, :, 0] = scales.contiguous().view(torch.int32).view(-1, _PANEL, groups).permute(0, 2, 1)
-        lines[:, :, 1:] = q.contiguous().view(torch.int32).view(-1, _PANEL, groups, GROUP // 4).permute(0, 2, 3, 1)
-        return cls(lines, (out, blocks.width))
+        shape = len(blocks.q), blocks.width
+        lines = torch.empty(lines_shape(shape), dtype=torch.int32)
+        panels, groups, _, _ = lines.shape
+        q, scales = (torch.nn.functional.pad(t, (0, 0, 0, -shape[0] % _PANEL)) for t in (blocks.q, blocks.scales))
+        lines[:, :, 0] = scales.contiguous().view(torch.int32).view(panels, _PANEL, groups).permute(0, 2, 1)
+        lines[:, :, 1:] = q.contiguous().view(torch.int32).view(panels, _PANEL, groups, GROUP // 4).permute(0, 2, 3, 1)
+        return cls(lines, shape)
 
     def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows of W, float32 [len(rows), in]; `rows` int64, each below `out`."""
         picked = self.lines[rows // _PANEL, :, :, rows % _PANEL]  # [rows, groups, 9]
         q = picked[:, :, 1:].contiguous().view(torch.int8)
-        return (q * picked[:, :, :1].view(torch.float32)).flatten(1)[:, : self.shape[1]]
+        return (q * picked[:, :, :1].view(torch.float32)).flatten(1)[:, : self.shape[1]].contiguous()
 
     def float32(self) -> torch.Tensor:
         """W, float32 [out, in]."""
@@ -83,7 +83,8 @@ def quantize(weight: torch.Tensor) -> Blocks:
     """`weight` [rows, in]: the scale of a group is its largest / 127, a weight the nearest multiple of that."""
     parts = []
     for some in weight.split(_ROWS):
-        groups = torch.nn.functional.pad(some.to(torch.float32), (0, -some.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+        whole = torch.nn.functional.pad(some.to(torch.float32), (0, -some.shape[1] % GROUP))
+        groups = whole.view(len(whole), whole.shape[1] // GROUP, GROUP)
         scales = groups.abs().amax(2, keepdim=True) / 127
         q = torch.where(scales > 0, groups / scales, 0).clamp_(-127, 127).round_().to(torch.int8)
         parts.append(Blocks(q.flatten(1), scales[:, :, 0], weight.shape[1]))

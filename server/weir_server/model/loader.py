@@ -57,8 +57,13 @@ class Checkpoint:
     key: str  # identity of the source, for logs and prefix hashes
 
 
-def read_config(path: Path, quantize: str = "auto") -> tuple[DecoderConfig, bool]:
-    """Of a model (as `files.resolve` gives it), from its headers, and whether its matrices get 8 bits. Raises ModelError."""
+def read_config(path: Path) -> DecoderConfig:
+    """Of a model (as `files.resolve` gives it), from its headers. Raises ModelError."""
+    return _source(path).config
+
+
+def read_headers(path: Path, quantize: str) -> tuple[DecoderConfig, bool]:
+    """Its config, and whether its matrices get 8 bits. Raises ModelError."""
     source = _source(path)
     return source.config, _in_int8(source, quantize)
 
