@@ -104,7 +104,8 @@ def memory(d: dict[str, Any]) -> list[str]:
 
 def footprint(d: dict[str, Any]) -> list[str]:
     rows = [(n, *(f"{c[k] / 2**20:.0f}" for k in ("anonymous", "pss"))) for n, c in d["figures"].items()]
-    return table((f"{d['work']['slots']} slots of {d['work']['slot_tokens']} tokens", "anonymous, MiB", "with files, MiB"), rows)
+    slots = f"{d['work']['slots']} slots of {d['work']['slot_tokens']} tokens"
+    return table((slots, "anonymous, MiB", "with mapped files, MiB"), rows)
 
 
 def fuzz(d: dict[str, Any]) -> list[str]:
