@@ -38,7 +38,8 @@ def test_prompt_logprobs_do_not_depend_on_neighbours(own: Server) -> None:
 def test_size_knows_the_smaller_weights_without_loading_them() -> None:
     weights = {}
     for quantize in ("int8", "none"):
-        command = [sys.executable, "-m", "weir_server", "size", MODEL, f"--quantize={quantize}", "--memory-limit=2Gi", "-o", "json"]
+        flags = [f"--quantize={quantize}", "--memory-limit=2Gi", "--output=json"]
+        command = [sys.executable, "-m", "weir_server", "size", MODEL, *flags]
         told = json.loads(subprocess.run(command, capture_output=True, check=True, timeout=120).stdout)
         weights[quantize] = next(line for line in told["arithmetic"] if "weights" in line)
     assert "weights 144 MiB" in weights["int8"] and "weights 513 MiB" in weights["none"]
