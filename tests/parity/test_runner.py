@@ -124,7 +124,7 @@ def test_a_row_that_is_not_finite_ends_alone(pair: tuple[Any, LoadedModel], back
 def test_keys_and_values_in_bfloat16(pair: tuple[Any, LoadedModel]) -> None:
     """Half the bytes of a chunk; the same numbers that float32 has, rounded; answers near those."""
     _, loaded = pair
-    rounded = LoadedModel(replace(loaded.boot, kv_dtype="bf16"), loaded.decoder, loaded.linear, mapped=True)
+    rounded = runner_module.load(replace(loaded.boot, kv_dtype="bf16"))
     assert rounded.model["kv_dtype"] == "bf16"
     assert 2 * rounded.geometry(32).chunk_bytes == loaded.geometry(32).chunk_bytes
     pools, logits = [], []

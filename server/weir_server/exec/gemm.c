@@ -36,10 +36,12 @@ enum {
 };
 
 typedef struct {
-    int rows, rows_q8;
+    int rows, rows_q8, few, together;
     void (*tile)(int rows, int64_t K, const float *x, int64_t ldx, const float *w, float *y, int64_t ldy, int add,
                  const char *next, int lines);
-    void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, float *y, int64_t ldy);
+    void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y, int64_t ldy);
+    void (*tile_together)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y,
+                          int64_t ldy);
     void (*widen_panel)(int64_t groups, const int8_t *w, float *out);
 } Isa;
 
@@ -48,6 +50,8 @@ typedef struct {
 #define LANES 4
 #define ROWS 2
 #define ROWS_Q8 1
+#define FEW 1
+#define TOGETHER 1
 #include "gemm_tile.h"
 
 #if defined(__x86_64__)
@@ -56,6 +60,8 @@ typedef struct {
 #define LANES 8
 #define ROWS 6
 #define ROWS_Q8 4
+#define FEW 2
+#define TOGETHER 2
 #include "gemm_tile.h"
 
 #define NAME(x) avx512_##x
@@ -63,6 +69,8 @@ typedef struct {
 #define LANES 16
 #define ROWS 12
 #define ROWS_Q8 4
+#define FEW 2
+#define TOGETHER 4
 #include "gemm_tile.h"
 
 static const Isa *const isas[] = {&plain_isa, &avx2_isa, &avx512_isa};
@@ -107,7 +115,7 @@ static void panel_f32(const Isa *isa, int64_t m, int64_t K, const float *x, int6
 static void panel_q8(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
     const int8_t *here = w;
     if (m <= isa->rows_q8) {
-        isa->tile_q8((int)m, K, x, ldx, here, y, ldy);
+        isa->tile_q8((int)m, K, x, ldx, here, ceil_div(K, GROUP) * GROUP_BYTES, y, ldy);
         return;
     }
     float wide[DEPTH_Q8 * WIDTH] __attribute__((aligned(LINE)));
@@ -122,13 +130,16 @@ static void panel_q8(const Isa *isa, int64_t m, int64_t K, const float *x, int64
 
 /* ------------------------------------------------------------------------------------------------ all panels */
 
-/* `m` rows from row `row` on against panel p; the last one, where it is narrower than 16, through a copy. */
-static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_t row, int64_t m, int64_t p) {
-    int64_t width = smaller(g->N - p * WIDTH, WIDTH);
+/* `m` rows from row `row` on against panel p and those that are taken with it; the last panel, where it is narrower than 16,
+ * through a copy. */
+static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_t row, int64_t m, int64_t p, int64_t together) {
+    int64_t width = smaller(g->N - p * WIDTH, together * WIDTH);
     const char *w = (const char *)g->w + p * bytes;
     const float *x = g->x + row * g->ldx, *bias = g->bias ? g->bias + p * WIDTH : 0;
     float *y = g->y + row * g->ldy + p * WIDTH, wide[MOST_ROWS * WIDTH];
-    if (width == WIDTH) {
+    if (together > 1) {
+        isas[g->isa]->tile_together((int)m, g->K, x, g->ldx, (const int8_t *)w, bytes, y, g->ldy);
+    } else if (width == WIDTH) {
         panel(isas[g->isa], m, g->K, x, g->ldx, w, y, g->ldy);
     } else {
         panel(isas[g->isa], m, g->K, x, g->ldx, w, wide, WIDTH);
@@ -139,19 +150,22 @@ static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_
 }
 
 /* A thread takes the panels of its own share in order, for one block of rows after the other; then what is left of the others':
- * one that shares its core with another process does not keep the rest waiting. */
+ * one that shares its core with another process does not keep the rest waiting. Few rows take several panels of 8 bits at once,
+ * but for what is left at the end of a share and for a narrow last panel. */
 void weir_product_share(const Product *g, Share *shares, int threads, int self) {
     Panel *panel = g->bits8 ? panel_q8 : panel_f32;
     int64_t bytes = g->bits8 ? ceil_div(g->K, GROUP) * GROUP_BYTES : g->K * LINE;
     int64_t panels = ceil_div(g->N, WIDTH), block = X_FLOATS / (g->K + 1);
+    int64_t most = g->bits8 && g->M <= isas[g->isa]->few ? isas[g->isa]->together : 1;
     block = smaller(block < LEAST_ROWS ? LEAST_ROWS : block, MOST_ROWS);
     for (int i = 0; i < threads; i++) {
         int owner = (self + i) % threads;
         int64_t first = panels * owner / threads, own = panels * (owner + 1) / threads - first, n;
-        int64_t all = own * ceil_div(g->M, block);
+        int64_t units = ceil_div(own, most), all = units * ceil_div(g->M, block);
         while ((n = __atomic_fetch_add(&shares[owner].taken, 1, __ATOMIC_RELAXED)) < all) {
-            int64_t row = n / own * block;
-            multiply_panel(g, panel, bytes, row, smaller(g->M - row, block), first + n % own);
+            int64_t row = n / units * block, p = first + n % units * most, end = smaller(p + most, first + own);
+            int64_t together = end - p == most && end * WIDTH <= g->N ? most : 1;
+            for (; p < end; p += together) multiply_panel(g, panel, bytes, row, smaller(g->M - row, block), p, together);
         }
     }
 }
@@ -180,36 +194,11 @@ void weir_gemm_q8(int isa, int64_t M, int64_t N, int64_t K, const float *x, int6
 
 /* ------------------------------------------------------------------------------------------------ packing */
 
-/* W [N][K] into panels. */
+/* W [N][K] into panels of float32. Those of 8 bits are made by model/int8.py. */
 void weir_gemm_pack(int64_t N, int64_t K, const float *w, float *out) {
 #pragma omp parallel for if (N * K > SMALL)
     for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
         for (int64_t k = 0; k < K; k++)
             for (int64_t j = 0; j < WIDTH; j++)
                 out[(p * K + k) * WIDTH + j] = p * WIDTH + j < N ? w[(p * WIDTH + j) * K + k] : 0;
-}
-
-/* One column's `count` weights of a group: scale = the largest / 127, each rounded to the nearest multiple of it. */
-static void quantize(int64_t count, const float *w, int8_t *group, int64_t j) {
-    float most = 0;
-    for (int64_t k = 0; k < count; k++) most = __builtin_fmaxf(most, __builtin_fabsf(w[k]));
-    float scale = most / 127;
-    memcpy(group + j * sizeof scale, &scale, sizeof scale);
-    for (int64_t k = 0; k < count; k++) {
-        float q = scale > 0 ? __builtin_fminf(__builtin_fmaxf(w[k] / scale, -127), 127) : 0;
-        group[LINE + k / 4 * LINE + j * 4 + k % 4] = (int8_t)__builtin_lrintf(q);
-    }
-}
-
-/* W [N][K] into panels of 8 bits. */
-void weir_gemm_q8_pack(int64_t N, int64_t K, const float *w, int8_t *out) {
-    int64_t groups = ceil_div(K, GROUP);
-#pragma omp parallel for if (N * K > SMALL)
-    for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
-        for (int64_t g = 0; g < groups; g++) {
-            int8_t *group = out + (p * groups + g) * GROUP_BYTES;
-            memset(group, 0, GROUP_BYTES);
-            for (int64_t j = 0; j < smaller(N - p * WIDTH, WIDTH); j++)
-                quantize(smaller(K - g * GROUP, GROUP), w + (p * WIDTH + j) * K + g * GROUP, group, j);
-        }
 }

@@ -62,7 +62,7 @@ class Tracer:
         """Of a tensor that C reads from end to end; it lives as long as the program."""
         if tensor is None:
             return None
-        if not tensor.is_contiguous() or tensor.dtype not in (torch.float32, torch.uint8):
+        if not tensor.is_contiguous() or tensor.dtype not in (torch.float32, torch.int32):
             raise UnsupportedError(f"a weight is {tensor.dtype} with strides {tensor.stride()}")
         self.kept.append(tensor)
         return tensor.data_ptr()
@@ -80,7 +80,7 @@ class Tracer:
         out, k = weight.shape
         return self._call(
             "product", Value(out, x.picked), x, k=k, weight=self._address(weight.weight), bias=self._address(bias),
-            isa=weight.kind.isa, choice=int(weight.kind.weights == "int8"),
+            isa=weight.kind.isa, choice=int(weight.int8),
         )  # fmt: skip
 
     def attention(

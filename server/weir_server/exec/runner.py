@@ -20,8 +20,9 @@ from weir_server.link.messages import Boot
 from weir_server.model.config import DecoderConfig
 from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
+from weir_server.model.int8 import Matrix
 from weir_server.model.linear import Products, agrees, probe
-from weir_server.model.loader import load_checkpoint, read_config
+from weir_server.model.loader import load_checkpoint, read_headers, weights_bytes
 from weir_server.model.sampler import NOT_FINITE, Draw, logprobs_of, sample
 
 log = logging.getLogger("weir.exec")
@@ -32,15 +33,17 @@ def load(boot: Boot) -> LoadedModel:
     _check_dtype(boot.dtype)
     torch.set_num_threads(boot.threads)
     started = time.monotonic()
-    checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir)
+    checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir, boot.quantize)
     with torch.inference_mode():
         products = choose_products([checkpoint.weights[name] for name in _SHAPES])
         if boot.deterministic and not products.row_independent:
             raise ModelError("--deterministic cannot be kept here: this machine's matrix products depend on the row count.")
         if not products.row_independent:
             log.warning("matrix products depend on the row count here: batching and prefix hits may flip near-ties")
-        loaded = LoadedModel(boot, Decoder(checkpoint, products), str(products), mapped=checkpoint.mapped)
-    log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, products)
+        if checkpoint.int8 and not products.keeps_int8:
+            log.warning("the 8-bit weights are held in float32, since these products have no other: they save no memory")
+        loaded = LoadedModel(boot, Decoder(checkpoint, products), products, checkpoint.int8, checkpoint.mapped)
+    log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, loaded.linear)
     return loaded
 
 
@@ -53,7 +56,7 @@ _SHAPES = ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down", 
 """One weight of each shape."""
 
 
-def choose_products(weights: Sequence[torch.Tensor]) -> Products:
+def choose_products(weights: Sequence[Matrix]) -> Products:
     """Our own products where they were built and give the right values for `weights`, else torch's and a log line."""
     try:
         products = NativeKind()
@@ -78,15 +81,13 @@ KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ModelSizes:
-    """What a model takes, by its config alone. `weights_bytes`: anonymous memory that its weights hold, fewer where they are
-    `mapped` from the weight cache."""
+    """What a model takes, by its config alone. `int8`: its matrices are multiplied in 8 bits. `weights_bytes`: memory that its
+    weights hold, fewer where they are `mapped` from the weight cache."""
 
-    def __init__(self, config: DecoderConfig, mapped: bool, kv_dtype: str) -> None:
-        self.config = c = config
-        self.kv_dtype = KV_DTYPES[kv_dtype]
-        self.context_length, self.window = c.context, c.window
-        layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
-        self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
+    def __init__(self, config: DecoderConfig, int8: bool, mapped: bool, kv_dtype: str) -> None:
+        self.config, self.kv_dtype = config, KV_DTYPES[kv_dtype]
+        self.context_length, self.window = config.context, config.window
+        self.weights_bytes = weights_bytes(config, int8, mapped)
 
     def chunk_bytes(self, page_size: int) -> int:
         return self.geometry(page_size).chunk_bytes
@@ -105,15 +106,25 @@ class ModelSizes:
 def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
     _check_dtype(boot.dtype)
-    return ModelSizes(read_config(Path(boot.model)), mapped=True, kv_dtype=boot.kv_dtype)
+    config, int8 = read_headers(Path(boot.model), boot.quantize)
+    return ModelSizes(config, int8 and _has_kernels(), mapped=True, kv_dtype=boot.kv_dtype)
+
+
+def _has_kernels() -> bool:
+    try:
+        return NativeKind().keeps_int8
+    except UnsupportedError:
+        return False
 
 
 class LoadedModel(ModelSizes):
     """A model in memory, not yet given a pool."""
 
-    def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
-        super().__init__(decoder.config, mapped, boot.kv_dtype)
-        self.boot, self.decoder, self.linear = boot, decoder, linear
+    def __init__(self, boot: Boot, decoder: Decoder, products: Products, int8: bool, mapped: bool) -> None:
+        super().__init__(decoder.config, int8 and products.keeps_int8, mapped, boot.kv_dtype)
+        held = "int8" if products.keeps_int8 else "int8 held in float32"
+        self.weights = held if int8 else "float32"
+        self.boot, self.decoder, self.linear = boot, decoder, f"{self.weights}, {products}"
         self.decode_path = NATIVE if decoder.batched else PER_ROW
 
     @property
@@ -123,7 +134,8 @@ class LoadedModel(ModelSizes):
         return {
             "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
             "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
-            "dtype": "float32", "kv_dtype": self.boot.kv_dtype, "decode_path": self.decode_path, "linear": self.linear,
+            "dtype": "float32", "weights": self.weights, "kv_dtype": self.boot.kv_dtype,
+            "decode_path": self.decode_path, "linear": self.linear,
             "isa": torch.backends.cpu.get_cpu_capability(),
         }  # fmt: skip
 

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from weir_server.model.config import DecoderConfig
+from weir_server.model.int8 import Matrix, dense
 from weir_server.model.linear import Linear, Products
 from weir_server.model.loader import Checkpoint
 
@@ -71,29 +72,30 @@ class Layer:
 
 
 class Decoder:
-    """Weights in compute layout. `embed` may be a view of a mapped file: its pages then are not anonymous memory."""
+    """Weights in compute layout. Those that may be views of a mapped file, whose pages are not anonymous memory: `embed`, and
+    all matrices of 8 bits."""
 
     batched = True
     """Whether one forward serves many rows; where not, the runner gives each row a forward of its own."""
 
     def __init__(self, checkpoint: Checkpoint, products: Products) -> None:
-        """Packs the weights and empties `checkpoint.weights`, so that the raw ones can go."""
+        """Packs the weights and empties the checkpoint, so that the raw ones can go."""
         w = checkpoint.weights
         self.config: DecoderConfig = checkpoint.config
-        self.embed = w.pop("embed")
+        self.embed: Matrix = w.pop("embed")
         self.embed_scale = self.config.hidden**0.5 if self.config.traits.scaled_embedding else 1.0
         self._head = products(w.pop("head", self.embed))
-        self.norm = w.pop("norm").clone()
-
-        def vector(name: str) -> torch.Tensor | None:
-            return w.pop(name).clone() if name in w else None
 
         def norm(name: str) -> torch.Tensor:
-            return w.pop(name).clone()
+            return dense(w.pop(name)).clone()
+
+        def vector(name: str) -> torch.Tensor | None:
+            return norm(name) if name in w else None
 
         def matrix(name: str) -> Linear:
             return products(w.pop(name))
 
+        self.norm = norm("norm")
         self.layers = [
             Layer(
                 attn_norm=norm(f"layers.{i}.attn_norm"), qkv=matrix(f"layers.{i}.qkv"), qkv_bias=vector(f"layers.{i}.qkv_bias"),
