@@ -53,8 +53,9 @@ class CpuBackend:
         tiles, scratch = _tiles(step.starts, self.tile), self._scratch_for(step.longest)
         kinds = (Attention * len(tables))(*(self._attention(kind, step, row_of, tables[kind], scratch) for kind in tables))
         return program(
-            x, step.picked, attention=ctypes.addressof(kinds), tiles=tiles.ctypes.data, n_tiles=len(tiles)
-        )
+            x, step.picked, int(step.positions.sum(dtype=np.int64)), attention=ctypes.addressof(kinds),
+            tiles=tiles.ctypes.data, n_tiles=len(tiles),
+        )  # fmt: skip
 
     def _scratch_for(self, longest: int) -> tuple[int, int]:
         """Floats for each thread, and the address, of room for the scores of one tile; it only grows."""
