@@ -40,6 +40,10 @@ ACCEPTED = {
     "a ScaledObject": {"autoscaling": {
         "mode": "External", "scaler": "ScaledObject", "maxReplicas": 9, "prometheus": "http://prometheus.monitoring:9090",
     }},
+    "the operator's own count": {"autoscaling": {"mode": "Internal", "minReplicas": 2, "maxReplicas": 9}},
+    "the operator's own count, by a preset": {
+        "autoscaling": {"mode": "Internal", "maxReplicas": 9}, "slo": None, "tuning": {"preset": "latency"},
+    },
     "rollout in percent": {"rollout": {"maxSurge": "25%", "maxUnavailable": "100%", "progressDeadline": "1h"}},
     "evict none": {"disruption": {"maxUnavailable": 0}},
     "a load balancer": {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"a/b": "c"}, "headless": True}},
@@ -112,6 +116,14 @@ REFUSED = {
         {"autoscaling": {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 2}}, "a ScaledObject needs prometheus",
     ),
     "fewest above most": ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
+    "own count without an end": ({"autoscaling": {"mode": "Internal"}}, "mode Internal needs maxReplicas"),
+    "own count without an aim": (
+        {"autoscaling": {"mode": "Internal", "maxReplicas": 2}, "slo": None}, "Internal needs slo or tuning.preset",
+    ),
+    "own count beside a scaler": (
+        {"autoscaling": {"mode": "Internal", "scaler": "HorizontalPodAutoscaler", "maxReplicas": 2}},
+        "mode must be External with it",
+    ),
     "autoscaling mode": ({"autoscaling": {"mode": "On"}}, "spec.autoscaling.mode: Unsupported value: \"On\""),
     "rollout that cannot begin": ({"rollout": {"maxSurge": 0}}, "maxSurge and maxUnavailable must not both be 0"),
     "rollout that cannot begin, in percent": ({"rollout": {"maxSurge": "0%"}}, "no pod could ever be replaced"),

@@ -153,6 +153,11 @@ def there(cluster: Cluster, namespace: str) -> set[str]:
     return {kind for kind in OPTIONAL_CHILDREN if child(cluster, namespace, kind)}
 
 
+def pods(cluster: Cluster, namespace: str) -> list[str]:
+    listed = cluster.kubectl("get", "pods", "-n", namespace, "-l", "weir.dev/name=chat", "-o", "json").stdout
+    return sorted(p["metadata"]["name"] for p in json.loads(listed)["items"])
+
+
 def refusal(cluster: Cluster, namespace: str) -> str:
     ready = condition(cluster, namespace, "Ready")
     return ready["message"] if ready.get("reason") == "ApplyRefused" else ""
@@ -194,6 +199,14 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "scaledobject", "podmonitor"}, 60, "the other scaler")
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 60)
+    cluster.apply(resource(**EVERYTHING, autoscaling={"mode": "Internal", "minReplicas": 2, "maxReplicas": 3}), namespace)
+    two = wait(lambda: len(found := pods(cluster, namespace)) == 2 and found, 60, "the operator's own number")
+    assert operator.stop() == 0
+    decided = {"desiredReplicas": 1, "tuning": {"replicas": {"leaving": two[:1]}}}  # by a process that died then
+    for change, part in (({"spec": {"autoscaling": {"minReplicas": 1}}}, ()), ({"status": decided}, ("--subresource=status",))):
+        cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", *part, "-p", json.dumps(change))
+    operator.start(*where, "--log-format=json", scope=False)
+    wait(lambda: pods(cluster, namespace) == two[1:], 60, "the chosen pod ends")
     said = ""
     for wrong in ({"resources": {"limits": {"memory": "x"}}}, {"ports": [{"containerPort": 99999}]}):
         broken = {"spec": {"containers": [{"name": "server", **wrong}]}}

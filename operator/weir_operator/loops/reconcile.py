@@ -27,6 +27,7 @@ from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.replicas import marks
 from weir_operator.plan.status import invalid_status, status
 
 log = logging.getLogger(__name__)
@@ -154,7 +155,10 @@ class Reconciler:
         """Have exactly the children that are wanted. Raises NameTaken, Retry, ApiError."""
         meta, absent = resource.metadata, set[Where]()
         await self._find(resource, ("Deployment", meta.namespace, meta.name), absent)  # its pods keep what it was made with
-        wanted = children(resource, defaults, self._observed(resource))
+        seen = self._observed(resource)
+        for pod, cost in marks(resource, seen):
+            await self.writer.annotate("Pod", pod, {names.DELETION_COST: cost})
+        wanted = children(resource, defaults, seen)
         for manifest in wanted:
             await self._child(resource, manifest, absent)
         keep = {(m["kind"], m["metadata"]["name"]) for m in wanted}

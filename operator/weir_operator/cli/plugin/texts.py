@@ -82,6 +82,21 @@ def _figures(entry: Mapping[str, Any], indent: str) -> list[str]:
     return [f"{indent}{part}: " + ", ".join(f"{k} {v}" for k, v in values.items()) for part, values in told]
 
 
+def count_text(count: Mapping[str, Any], now: float) -> str:
+    """The number of pods, where the operator sets it: why it is what it is, and what would change it."""
+    head = f"Pods: {count['desired']} wanted, {count['min']} to {count['max']} allowed."
+    why = f" {count['outcome']}: {count['reason']}." if count["outcome"] else " Not looked at yet."
+    change = ""
+    if count["capacity"]:
+        carried, spare = count["desired"] * count["capacity"], 1 - count["spare"]
+        change = (
+            f"\n  What would change it: over {spare * carried:.2g} rows/s offered in two looks running, or under "
+            f"{spare * (carried - count['capacity']):.2g} for {duration(count['stabilisation'])}."
+        )
+    due = count["nextLook"]
+    return head + why + (f" Next look in {duration(max(0.0, due - now))}." if due is not None else "") + change
+
+
 def explained(pod: Mapping[str, Any], now: float, tick: float) -> RenderableType:
     """One pod as the tuner itself explains it."""
     lines = [Text(str(pod["pod"]), style="bold"), Text(f"  Now: {limit_text(pod.get('limit'), tick)}")]
