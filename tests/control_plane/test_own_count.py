@@ -19,6 +19,7 @@ import pytest
 from control_plane_kit import Cluster, Operator, child, condition, decoded, replicas, resource, wait, watching_replicas
 from fake_server import FakeServer
 from law_kit import FlowPod
+from test_recipes import blocks
 
 from weir_operator.api import names
 from weir_operator.io.apply import Writer
@@ -211,3 +212,20 @@ def pods(cluster: Cluster, namespace: str) -> dict[str, dict[str, str]]:
     """Annotations by name."""
     listed = json.loads(cluster.kubectl("get", "pods", "-n", namespace, "-l", LABEL, "-o", "json").stdout)["items"]
     return {p["metadata"]["name"]: p["metadata"].get("annotations") or {} for p in listed}
+
+
+def test_the_recipes_are_accepted_by_the_definitions_that_they_are_for(
+    cluster: Cluster, namespace: str, optional_kinds: None,
+) -> None:
+    found = {block["kind"]: block for block in blocks() if "kind" in block}
+    assert set(found) == {"HorizontalPodAutoscaler", "ScaledObject"}
+    for manifest in found.values():
+        strict = ("--dry-run=server", "--validate=strict")
+        cluster.kubectl("create", "-n", namespace, *strict, "-f", "-", stdin=json.dumps(manifest))
+    for field in ("type", "metadata"):  # the definition does look at them
+        broken = json.loads(json.dumps(found["ScaledObject"]))
+        broken["spec"]["triggers"][0][field] = 7
+        done = cluster.kubectl(
+            "create", "-n", namespace, "--dry-run=server", "-f", "-", stdin=json.dumps(broken), check=False,
+        )
+        assert done.returncode != 0 and field in done.stderr
