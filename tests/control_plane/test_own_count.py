@@ -16,7 +16,18 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from control_plane_kit import Cluster, Operator, child, condition, decoded, replicas, resource, wait, watching_replicas
+from control_plane_kit import (
+    Cluster,
+    Operator,
+    child,
+    condition,
+    decoded,
+    make_ready,
+    replicas,
+    resource,
+    wait,
+    watching_replicas,
+)
 from fake_server import FakeServer
 from law_kit import FlowPod
 from test_recipes import blocks
@@ -229,3 +240,51 @@ def test_the_recipes_are_accepted_by_the_definitions_that_they_are_for(
             "create", "-n", namespace, "--dry-run=server", "-f", "-", stdin=json.dumps(broken), check=False,
         )
         assert done.returncode != 0 and field in done.stderr
+
+
+async def test_a_larger_envelope_is_rolled_out_once_and_told(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+    grows = {"envelope": "Roll", "knobs": {"maxBatchSize": {"max": 64}}}
+    wanted = resource(engine={"limits": {"maxBatchSize": 8}}, tuning=grows)
+    await asyncio.to_thread(cluster.apply, wanted, namespace)
+    key = f"{namespace}/chat"
+
+    def limit() -> str:
+        [server] = cluster.get("deployment", "chat", namespace)["spec"]["template"]["spec"]["containers"]
+        return next(arg for arg in server["args"] if arg.startswith("--max-requests-per-batch"))
+
+    async with await Kube.connect() as kube:
+        reconciler = Reconciler(kube, Writer(kube), Store(), "registry/weir-server:test", b"key")
+
+        async def again() -> None:
+            await reconciler.refresh((namespace,))
+            await reconciler(key)
+
+        telling = asyncio.create_task(reconciler.events.run())
+        await again()
+        assert limit() == "--max-requests-per-batch=8"
+        [raw] = reconciler.store.resources()
+        reconciler.reports[key, raw["metadata"]["uid"]] = TuningReport({}, 1, 1, proposal=16)
+        await again()
+        assert limit() == "--max-requests-per-batch=8", "not while the first rollout is under way"
+        await asyncio.to_thread(make_ready, cluster, namespace)
+        await asyncio.to_thread(wait, lambda: child(cluster, namespace, "deployment")["status"].get("readyReplicas") == 1, 30)
+        await again()
+        assert limit() == "--max-requests-per-batch=8", "the status comes first"
+        await again()
+        assert limit() == "--max-requests-per-batch=16"
+        await asyncio.to_thread(
+            wait, lambda: "EnvelopeGrown" in cluster.kubectl("get", "events", "-n", namespace, "-o", "json").stdout, 30,
+        )
+        reconciler.reports[key, raw["metadata"]["uid"]] = TuningReport({}, 1, 1, proposal=32)
+        await again()
+        await again()
+        assert limit() == "--max-requests-per-batch=16", "one an hour"
+        kept = {"envelope": "Keep", "knobs": {"maxBatchSize": {"max": 8}}}
+        await asyncio.to_thread(patch, cluster, namespace, {"tuning": kept})
+        await again()
+        assert limit() == "--max-requests-per-batch=8"
+        telling.cancel()

@@ -89,6 +89,8 @@ _TUNING = {
         "pods": {"type": "array", "maxItems": 50, "description": "Each pod's knobs as read back.", "items": _OPEN},
         "history": {"type": "array", "maxItems": 20, "description": "The last decisions, newest first.", "items": _OPEN},
         "replicas": _described(_OPEN, "What came of the last look at the number of pods, where the operator sets it."),
+        "proposal": _described(_OPEN, "A larger engine.limits.maxBatchSize that is predicted to serve better."),
+        "envelope": _described(_OPEN, "What that limit has grown to, where tuning.envelope is Roll."),
         "state": _described(_OPEN, "What the tuner resumes from after a restart."),
     },
 }

@@ -209,13 +209,22 @@ class NetworkPolicy(Part):
     """NetworkPolicyPeers that may reach port 8080. Empty: everybody."""
 
 
+_GROWS = ("maxBatchSize", "max")
+"""With tuning.envelope Roll the limit is where it begins, and this is how far it may grow."""
+_ENDLESS = (
+    "tuning.envelope Roll needs engine.limits.maxBatchSize, where it begins, and tuning.knobs.maxBatchSize.max, how far it may "
+    "grow"
+)
+
+
 def _inside_limit(knob: str, end: str, limit: str, compare: str) -> Rule:
     """A knob's value against the envelope that holds it, where both are given."""
     inside, value = f"self.engine.limits.{limit}", f"self.tuning.knobs.{knob}.{end}"
     paths = [".".join(p.split(".")[:n]) for p in (inside, value) for n in range(2, p.count(".") + 2)]
     absent = " || ".join(f"!has({path})" for path in dict.fromkeys(paths))
     message = f"tuning.knobs.{knob}.{end} must not exceed engine.limits.{limit}"
-    return f"{absent} || {compare.format(knob=value, limit=inside)}", message
+    grows = "self.tuning.envelope == 'Roll' || " if (knob, end) == _GROWS else ""
+    return f"{grows}{absent} || {compare.format(knob=value, limit=inside)}", message
 
 
 _AIMLESS = "autoscaling.mode Internal needs slo or tuning.preset: what a pod can do is counted within the objectives"
@@ -230,6 +239,11 @@ class Spec(Part):
         *(
             _inside_limit("kvCacheBudget", end, "kvCache", "quantity(string({knob})).compareTo(quantity(string({limit}))) <= 0")
             for end in ENDS
+        ),
+        (
+            "self.tuning.envelope != 'Roll' || "
+            "(has(self.engine.limits.maxBatchSize) && has(self.tuning.knobs.maxBatchSize.max))",
+            _ENDLESS,
         ),
         ("!self.sidecar || has(self.template)", _LONELY),
         ("self.autoscaling.mode != 'Internal' || has(self.slo) || has(self.tuning.preset)", _AIMLESS),
@@ -275,9 +289,13 @@ class Spec(Part):
 
     @model_validator(mode="after")
     def _inside_limits(self) -> Any:
-        limits, knobs = self.engine.limits, self.tuning.knobs
+        limits, knobs, grows = self.engine.limits, self.tuning.knobs, self.tuning.envelope == "Roll"
+        if grows and (limits.max_batch_size is None or knobs.max_batch_size.max is None):
+            raise ValueError(_ENDLESS)
         for name in ENDS:
             value = getattr(knobs.max_batch_size, name)
+            if grows and ("maxBatchSize", name) == _GROWS:
+                continue
             if value is not None and limits.max_batch_size is not None and value > limits.max_batch_size:
                 raise ValueError(f"tuning.knobs.maxBatchSize.{name} must not exceed engine.limits.maxBatchSize")
             budget = getattr(knobs.kv_cache_budget, name)

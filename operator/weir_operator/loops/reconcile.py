@@ -218,6 +218,8 @@ class Reconciler:
             return
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
+            if rows := _grown(raw.get("status") or {}, status):
+                self.events.tell(raw, "EnvelopeGrown", f"pods are restarted one by one with a batch of at most {rows} rows")
             for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
@@ -263,6 +265,12 @@ class Reconciler:
             self.store.replace(kind, listed, before, watched=kind in WATCHED)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
+
+
+def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
+    """The batch limit that pods are going to be restarted with, where that was just decided."""
+    old, new = (((status.get("tuning") or {}).get("envelope") or {}).get("maxBatchSize") for status in (before, after))
+    return new if new != old else None
 
 
 def _ours(live: Object, resource: InferenceDeployment) -> bool:

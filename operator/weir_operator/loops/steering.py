@@ -18,6 +18,7 @@ from weir_operator.io.scrape import ControlClient, Endpoint, OtherContract, Refu
 from weir_operator.loops.replicas import Count
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.tuning import MIN_FINISHED
+from weir_operator.tuner.envelope import Proposal
 from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
 from weir_server.contract import KNOBS, ControlState, Knobs, KnobsRequest, Window
 
@@ -72,6 +73,7 @@ class Steering:
     state: TunerState
     history: list[dict[str, Any]]
     count: Count = field(default_factory=Count)
+    proposal: Proposal = field(default_factory=Proposal)
     pods: dict[str, Pod] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
     published_at: float | None = None

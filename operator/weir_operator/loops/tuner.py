@@ -22,7 +22,18 @@ from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.replicas import Counted
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
 from weir_operator.plan.observed import TuningReport
-from weir_operator.plan.tuning import came_out, counted, knobs_status, remembered, report, scaled, tuner_spec, visible
+from weir_operator.plan.tuning import (
+    came_out,
+    counted,
+    knobs_status,
+    proposed,
+    remembered,
+    report,
+    scaled,
+    tuner_spec,
+    visible,
+)
+from weir_operator.tuner.envelope import propose
 from weir_operator.tuner.law import decide
 from weir_operator.tuner.replicas import LEAST_TICK, load_ratio
 from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
@@ -175,6 +186,8 @@ class TunerLoop:
         failed = await self._apply(subject, steering, spec, decision, now)
         serving = {e.name: views[e.name] for e in subject.endpoints if e.ready}
         count = self._count(subject, steering, serving, decision, spec, now)
+        if decision.records:
+            steering.proposal = propose(steering.proposal, serving, decision.state, spec, now)
         round_ = Round(now, spec, steering.state, views, decision, failed, came_out(decision.records, failed), count)
         self._absorb(subject, steering, round_)
         self._sink.polled(subject, round_)
@@ -260,6 +273,7 @@ class TunerLoop:
             "; ".join(f"{name}: {pod.drift}" for name, pod in pods.items() if pod.drift),
             tuple(name for name, pod in pods.items() if pod.other_contract),
         )
+        news = proposed(news, steering.proposal.standing)
         if count.wanted is not None:
             news = counted(news, count.wanted, count.last, count.state, count.status(), subject.resource.metadata.generation)
         seen = {

@@ -52,8 +52,9 @@ def reference() -> str:
     head = """## Events
 
 One object for each resource and reason, written on news alone; a repeat raises its count. `KnobsMoved` tells of each move of
-knobs, `ScaledOut` and `ScaledIn` of each change of the number of pods by the operator. The others are conditions (meanings:
-[conditions.md](conditions.md)) at the moment when they come to hold.
+knobs, `ScaledOut` and `ScaledIn` of each change of the number of pods by the operator, `EnvelopeGrown` of a rolling restart
+with a larger batch limit (`tuning.envelope: Roll`). The others are conditions (meanings: [conditions.md](conditions.md)) at the
+moment when they come to hold.
 
 | reason | condition | type |
 |---|---|---|

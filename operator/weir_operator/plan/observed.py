@@ -28,6 +28,7 @@ class TuningReport:
     other_contract: tuple[str, ...] = ()
     desired: int | None = None  # pods, where the operator sets their number
     scaling: Scaling | None = None  # what came of the last look at it
+    proposal: int | None = None  # rows of a larger envelope
     generation: int = 0  # of the spec that this was said of
 
 

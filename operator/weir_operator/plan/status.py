@@ -7,6 +7,7 @@ from typing import Any
 
 from weir_operator.api.conditions import Condition, merged
 from weir_operator.api.types import InferenceDeployment
+from weir_operator.plan.envelope import envelope_status
 from weir_operator.plan.manifests import missing_kinds
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.pods import selector
@@ -144,7 +145,9 @@ def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
     }
     tuning = seen.tuning.status if seen.tuning else resource.status.get("tuning")
     if tuning is not None:
-        out["tuning"] = tuning
+        rolled_out = any(c.type == "Progressing" and c.reason == "Complete" for c in conditions)
+        envelope = envelope_status(resource, seen, rolled_out)
+        out["tuning"] = {**{k: v for k, v in tuning.items() if k != "envelope"}, **({"envelope": envelope} if envelope else {})}
     return out
 
 

@@ -111,6 +111,11 @@ def counted(
     return replace(news, status=status, desired=wanted, scaling=last.outcome if last else None, generation=generation)
 
 
+def proposed(news: TuningReport, rows: int | None) -> TuningReport:
+    """A report with the envelope that is proposed, if one is."""
+    return news if rows is None else replace(news, status={**news.status, "proposal": {"maxBatchSize": rows}}, proposal=rows)
+
+
 def _clock(now: float) -> str:
     return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 

@@ -55,9 +55,12 @@ def heading(raw: Mapping[str, Any]) -> list[str]:
     goal = f"{slo['ttft']} to the first token, {slo['tpot']} a token" if slo.get("ttft") and slo.get("tpot") else ""
     said = [condition(status, kind).get("message", "unknown") for kind in ("Tuned", "Saturated", "MetricsAvailable")]
     sentences = " ".join(s if s.endswith(".") else s + "." for s in said)
+    larger = (tuning.get("proposal") or {}).get("maxBatchSize")
+    offer = [f"Proposed: engine.limits.maxBatchSize {larger}, which restarts pods (tuning.envelope)."] if larger else []
     return [
         f"Mode: {tuning.get('mode', 'not reported yet')}. Objectives: {goal or 'none, so nothing is tuned (spec.slo)'}.",
         f"Attainment: {tuning.get('slo', 'too few requests to say')}. {sentences}",
+        *offer,
     ]
 
 
