@@ -202,7 +202,8 @@ REFUSED = {
     ),
     **{  # what other servers have and this one does not yet: refused by name, not taken and forgotten
         f"{where}.{field}": (
-            {where: {**({"source": "file:///m"} if where == "model" else {}), field: "x"}}, f'unknown field "spec.{where}.{field}"',
+            {where: {**({"source": "file:///m"} if where == "model" else {}), field: "x"}},
+            f'unknown field "spec.{where}.{field}"',
         )
         for where, field in (("model", "quantization"), ("engine", "attentionBackend"), ("engine", "speculative"))
     },
