@@ -14,6 +14,7 @@ from test_tuner_loop import EPOCH, Bench, Law
 
 from weir_operator.api import names
 from weir_operator.cli.plugin.texts import count_text
+from weir_operator.cli.plugin.top import table
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops import tuner as module
 from weir_operator.loops.rounds import Rounds
@@ -171,9 +172,11 @@ def gauge(name: str) -> float | None:
 async def test_work_that_doubles_asks_for_pods_and_says_so_at_once(loaded: Loaded) -> None:
     await loaded.go(400)
     assert loaded.report.desired == 2 and "ScaledOut" not in loaded.outcomes
-    loaded.load = 30.0
-    await loaded.go(150)
-    assert loaded.report.desired == 4 and loaded.report.scaling is Scaling.OUT
+    loaded.load, polls = 30.0, 0
+    while "ScaledOut" not in loaded.outcomes and polls < 30:
+        await loaded.go(5)
+        polls += 1
+    assert loaded.report.desired == 4 and loaded.report.scaling is Scaling.OUT, "in the report of the same poll"
     assert gauge("weir_tuner_replicas") == 4
     assert loaded.bench.news.reports[-1].status["history"][0]["changes"] == {"replicas": [2, 4]}
     told = loaded.rounds.explained("ns/chat")["replicas"]
@@ -261,6 +264,13 @@ def test_a_pod_of_which_nothing_is_known_has_least_to_lose() -> None:
     assert least_cached({"busy": busy, "blank": blank}, 1) == ("blank",)
     assert least_cached({"busy": busy, "blank": blank}, 0) == ()
     assert least_cached({"busy": busy}, -1) == ()
+
+
+def test_top_says_who_sets_the_number_where_it_is_not_the_spec() -> None:
+    def titled(truth: str) -> Any:
+        return table({}, {"status": {"conditions": [{"type": "AutoscalerOwned", "status": truth, "message": "now 3"}]}}).title
+
+    assert (titled("True"), titled("False"), table({}, {}).title) == ("now 3", None, None)
 
 
 def test_the_tuners_state_reads_past_what_is_kept_of_the_number() -> None:
