@@ -185,12 +185,14 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "scaledobject", "podmonitor"}, 60, "the other scaler")
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 60)
-    cluster.apply(resource(**EVERYTHING, autoscaling={"mode": "Internal", "minReplicas": 2, "maxReplicas": 3}), namespace)
-    two = wait(lambda: len(found := pods(cluster, namespace)) == 2 and found, 60, "the operator's own number")
+    cluster.apply(resource(**EVERYTHING, replicas=2), namespace)
+    two = wait(lambda: len(found := pods(cluster, namespace)) == 2 and found, 60, "two pods")
+    cluster.apply(resource(**EVERYTHING, autoscaling={"mode": "Internal", "maxReplicas": 3}), namespace)
+    wait(lambda: condition(cluster, namespace, "AutoscalerOwned")["reason"] == "ByOperator", 60, "the operator's own number")
     assert operator.stop() == 0
     decided = {"desiredReplicas": 1, "tuning": {"replicas": {"leaving": two[:1]}}}  # by a process that died then
-    for change, part in (({"spec": {"autoscaling": {"minReplicas": 1}}}, ()), ({"status": decided}, ("--subresource=status",))):
-        cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--type=merge", *part, "-p", json.dumps(change))
+    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--subresource=status", "--type=merge", "-p",
+                    json.dumps({"status": decided}))
     operator.start(*where, "--log-format=json", scope=False)
     wait(lambda: len(pods(cluster, namespace)) == 1, 60, "one of them ends")
     said = ""

@@ -44,7 +44,7 @@ def resource(autoscaling: Any, status: Any = None, replicas: int = 1, generation
 
 
 def said(number: int, reason: str, **tuning: Any) -> dict[str, Any]:
-    return {"desiredReplicas": number, "conditions": [{"type": "AutoscalerOwned", "reason": reason}], "tuning": tuning}
+    return {"desiredReplicas": number, "observedGeneration": 1, "conditions": [{"type": "AutoscalerOwned", "reason": reason}], "tuning": tuning}
 
 
 def there(number: int, *pods: Any, **more: Any) -> Observed:
@@ -64,6 +64,7 @@ def pod(name: str, cost: str | None = None) -> dict[str, Any]:
     (resource(OWN, said(3, "OnDeployment")), there(5), 5),  # what another autoscaler was last seen to want is old
     (resource(OWN, said(4, "ByOperator")), there(2), 4),  # decided, and not applied yet
     (resource(OWN, said(4, "CapacityUnknown")), there(2), 4),
+    (resource(OWN, said(4, "ByOperator"), generation=2), there(5), 5),  # edited since: to External and back, for all we know
     (resource(OWN, said(4, "AtMaximum")), Observed(), 4),  # somebody deleted the Deployment
     (resource(OWN, said(9, "ByOperator")), there(6), 6),
     (resource(OWN, {"conditions": said(0, "ByOperator")["conditions"]}), there(5), 5),  # somebody cleared the number

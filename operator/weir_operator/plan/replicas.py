@@ -2,7 +2,8 @@
 
 `status.desiredReplicas` is what the operator decided (Internal): the Deployment follows it, never the other way round, so a
 process that dies between the two writes leaves nothing behind that another could misread. It is the operator's own decision
-only where the status, in the same write, says that it was (`AutoscalerOwned`); before, the number is taken over as it is.
+only where the status, in the same write, says that it was (`AutoscalerOwned`), and of this spec: otherwise somebody else may have
+been the owner since, and the number is taken over as it is.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     taken = present if present is not None else max(resource.spec.replicas, wish.min_replicas)
     if wish.mode == "External" or not seen.scalable:
         return taken
-    decided = resource.status.get("desiredReplicas") if _said(resource) in _OURS else None
+    of_this_spec = present is None or resource.status.get("observedGeneration") == resource.metadata.generation
+    decided = resource.status.get("desiredReplicas") if of_this_spec and _said(resource) in _OURS else None
     return _allowed(resource, taken if decided is None else int(decided))
 
 
