@@ -44,7 +44,8 @@ def resource(autoscaling: Any, status: Any = None, replicas: int = 1, generation
 
 
 def said(number: int, reason: str, **tuning: Any) -> dict[str, Any]:
-    return {"desiredReplicas": number, "observedGeneration": 1, "conditions": [{"type": "AutoscalerOwned", "reason": reason}], "tuning": tuning}
+    owner = {"type": "AutoscalerOwned", "reason": reason}
+    return {"desiredReplicas": number, "observedGeneration": 1, "conditions": [owner], "tuning": tuning}
 
 
 def there(number: int, *pods: Any, **more: Any) -> Observed:

@@ -2,8 +2,8 @@
 
 `status.desiredReplicas` is what the operator decided (Internal): the Deployment follows it, never the other way round, so a
 process that dies between the two writes leaves nothing behind that another could misread. It is the operator's own decision
-only where the status, in the same write, says that it was (`AutoscalerOwned`), and of this spec: otherwise somebody else may have
-been the owner since, and the number is taken over as it is.
+only where the status, in the same write, says that it was (`AutoscalerOwned`), and of this spec: otherwise somebody else may
+have been the owner since, and the number is taken over as it is.
 """
 
 from __future__ import annotations
