@@ -81,6 +81,8 @@ class Model(Part):
     quantization: Literal["auto", "int8", "none"] | None = None
     """How weights are held: `int8` (8 bits, a quarter of the memory), `none` (float32), or `auto`, the default (8 bits where
     the file's own weights are that, to the bit; else float32)."""
+    dtype: Literal["float32"] | None = None
+    """Type that the weights are computed in. The server has this one; others are refused here until it serves them."""
     endpoint: Annotated[str, Field(max_length=512, pattern="^https?://[^/ ]+(/[^ ]*)?$")] | None = None
     """Another Hub than huggingface.co for hf:// (as HF_ENDPOINT), or another service than AWS for s3://."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None

@@ -25,6 +25,7 @@ def server_args(spec: Spec, parallel: int = PARALLEL) -> list[str]:
         args.append(f"--ctx-size={spec.model.max_model_len * parallel}")
     for flag, value in (
         ("quantize", spec.model.quantization),
+        ("dtype", spec.model.dtype),
         ("threads", engine.threads),
         ("max-requests-per-batch", limits.max_batch_size),
         ("max-batch-tokens", limits.batch_tokens),
