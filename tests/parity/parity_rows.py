@@ -33,12 +33,12 @@ def make_runner(
 ) -> ModelRunner:
     """A runner with the backend named and room for so many rows, or a skip that says why this machine has none."""
     num_chunks = RESERVED_CHUNKS + rows * _chunks_of_row(loaded.geometry(page_size))
-    pool = KvPool(loaded.config, page_size, num_chunks)
+    pool, other = (KvPool(loaded.config, page_size, num_chunks, loaded.kv_dtype) for _ in range(2))
     try:
         chosen: Backend = BACKENDS[backend](config=loaded.config, pool=pool)
     except UnsupportedError as e:
         pytest.skip(f"the {backend} backend cannot serve here: {e}")
-    return ModelRunner(loaded.decoder, pool, chosen, KvPool(loaded.config, page_size, num_chunks) if swap else None)
+    return ModelRunner(loaded.decoder, pool, chosen, other if swap else None)
 
 
 def _chunks_of_row(geometry: Geometry) -> int:

@@ -34,7 +34,7 @@ HYBRID = dataclasses.replace(
 def decoder(config: DecoderConfig) -> Decoder:
     """Of random weights, with products of our own where they were built."""
     weights = {name: torch.randn(shape) for name, shape in shapes(config).items()}
-    return Decoder(Checkpoint(config, weights, mapped=False, key=""), choose_products([weights["embed"]]))
+    return Decoder(Checkpoint(config, weights, int8=False, mapped=False, key=""), choose_products([weights["embed"]]))
 
 
 @pytest.mark.parametrize("config", [CONFIG, HYBRID], ids=["full", "hybrid"])

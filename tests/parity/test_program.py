@@ -135,17 +135,20 @@ def config(heads: int, kv_heads: int, dim: int, window: int | None) -> DecoderCo
 GROUPS = [(4, 4, 16), (2, 1, 64), (9, 3, 64), (6, 1, 32), (8, 1, 128), (14, 2, 256)]
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("window", [None, 1, 16, 37])
 @pytest.mark.parametrize("page", [16, 32, 80])
 @pytest.mark.parametrize("shape", GROUPS, ids=str)
-def test_attention_is_the_oracles(shape: tuple[int, int, int], page: int, window: int | None, level: int) -> None:
+def test_attention_is_the_oracles(
+    shape: tuple[int, int, int], page: int, window: int | None, level: int, dtype: torch.dtype, close: float
+) -> None:
     """Rows of all lengths about a page's end beside a prefill, tables at random, blocks shared, other rows' numbers (and what
     is no number) behind the ends, queries and keys so small that products are denormal."""
     c, random = config(*shape, window), torch.Generator().manual_seed(page)
     lengths = [1, 2, page - 1, page, page + 1, 2 * page + 3]
     most = -(-max(lengths) // page) + 1
-    pools = [KvPool(c, page, 2 + (len(lengths) + 1) * most) for _ in range(2)]
+    pools = [KvPool(c, page, 2 + (len(lengths) + 1) * most, dtype) for _ in range(2)]
     pools[0].flat.copy_(torch.randn(pools[0].flat.shape, generator=random))
     blocks = (torch.randperm((len(lengths) + 1) * most, generator=random) + 2).view(-1, most).tolist()
     works = [_row(b, n - 1, 1) for n, b in zip(lengths, blocks, strict=False)]
@@ -170,9 +173,10 @@ def test_attention_is_the_oracles(shape: tuple[int, int, int], page: int, window
     finally:
         library.load_library()
     assert torch.isfinite(want).all()
-    assert (got - want).abs().max() <= 2e-5
+    assert (got - want).abs().max() <= close
     for b in {b for work in works for b in work.blocks}:
-        assert torch.allclose(pools[0].block(kind, b), pools[1].block(kind, b), atol=1e-6, equal_nan=True)
+        ours, theirs = (pool.block(kind, b).float() for pool in pools)
+        assert torch.allclose(ours, theirs, atol=1e-6, rtol=2.0**-7 if dtype is torch.bfloat16 else 1e-5, equal_nan=True)
 
 
 def at_level(level: int) -> Any:

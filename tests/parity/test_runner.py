@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from parity_families import make, prompt, reference_logits, reference_tokens
 from parity_rows import BACKENDS, Row, make_runner, run_rows
 
@@ -116,6 +117,24 @@ def test_a_row_that_is_not_finite_ends_alone(pair: tuple[Any, LoadedModel], back
             if kind in kept:
                 runner.pool.block(kind, table[1]).copy_(kept[kind])
     assert [r.token for r in runner.execute([row.work() for row in rows])] == want
+
+
+# ---------------------------------------------------------------- what KV is stored in
+
+def test_keys_and_values_in_bfloat16(pair: tuple[Any, LoadedModel]) -> None:
+    """Half the bytes of a chunk; the same numbers that float32 has, rounded; answers near those."""
+    _, loaded = pair
+    rounded = runner_module.load(replace(loaded.boot, kv_dtype="bf16"))
+    assert rounded.model["kv_dtype"] == "bf16"
+    assert 2 * rounded.geometry(32).chunk_bytes == loaded.geometry(32).chunk_bytes
+    pools, logits = [], []
+    for each in (loaded, rounded):
+        runner = make_runner(each, "cpu")
+        logits.append(runner.logits([Row.of(runner, prompt(60), chunk=64).work()]))
+        pools.append(runner.pool.flat)
+    assert pools[1].dtype is torch.bfloat16
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].std()
+    assert not torch.equal(*logits)
 
 
 # ---------------------------------------------------------------- per-row fallback

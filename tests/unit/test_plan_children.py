@@ -230,9 +230,7 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     serve = get_command(app)
     known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
     everything = resource(
-        model={
-            "source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512, "dtype": "float32", "quantization": "int8",
-        },
+        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512, "quantization": "int8", "dtype": "float32"},
         engine={
             "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0, "threads": 1,
             "prefillGrantInterval": 0, "prefixCaching": False, "scheduler": "prefill_first", "preemption": "lowest-priority",

@@ -37,7 +37,7 @@ def boot_of(model: str, flags: EngineFlags) -> Boot:
     path = resolve(model)
     return Boot(
         model=str(path), threads=f.threads or cpu_threads(), dtype=f.dtype, quantize=f.quantize,
-        context_per_slot=context,
+        kv_dtype=f.kv_cache_dtype, context_per_slot=context,
         max_batch_size=slots if f.max_batch_size is None else f.max_batch_size,
         max_requests_per_batch=1 if f.no_batch else f.max_requests_per_batch, max_batch_tokens=f.max_batch_tokens,
         prefill_chunk=f.prefill_chunk_size, prefill_grant_interval=f.prefill_grant_interval, scheduler=f.scheduler,
@@ -58,6 +58,7 @@ def _check(f: EngineFlags) -> None:
         value = getattr(f, field.name)
         if isinstance(value, int | float) and not value <= MOST:
             raise UserError(f"--{field.name.replace('_', '-')} {value}: it is at most {MOST}.")
+    one_of("--kv-cache-dtype", f.kv_cache_dtype, "fp32", "bf16")
     one_of("--quantize", f.quantize, *QUANTIZE)
     one_of("--scheduler", f.scheduler, *MARGINS)
     one_of("--pressure-policy", f.pressure_policy, "auto", "newest_stalled", "least_progress")

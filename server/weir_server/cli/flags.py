@@ -42,6 +42,9 @@ class LoadFlags:
     """What loading a model depends on."""
 
     dtype: Annotated[str, option(MODEL, "--dtype", help="Type that the weights are computed in.")] = "float32"
+    kv_cache_dtype: Annotated[
+        str, option(MODEL, "--kv-cache-dtype", help="fp32, or bf16: half the memory, rounded keys and values.")
+    ] = "fp32"
     quantize: Annotated[
         str,
         option(MODEL, "--quantize", help="int8: 8-bit weights, a quarter of the memory; none: float32; auto: 8 bits where the "

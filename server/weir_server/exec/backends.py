@@ -39,7 +39,7 @@ def choose_backend(decoder: Decoder, pool: KvPool) -> Backend:
     """`cpu` where it can serve this model and passes its self-test, else `gather` and a log line."""
     config = decoder.config
     try:
-        self_test(CpuBackend, config, pool.page_size)
+        self_test(CpuBackend, config, pool.page_size, pool.flat.dtype)
         backend = CpuBackend(config=config, pool=pool)
         backend.compile(decoder.hidden, config.hidden)
     except UnsupportedError as e:
@@ -58,16 +58,22 @@ _WINDOW = 11
 """Of the self-test: small enough to matter within its few tokens."""
 
 
-def self_test(make: type[Backend], config: DecoderConfig, page_size: int) -> None:
+_CLOSE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+"""How far a backend may be from the oracle, by what KV is stored in: numbers that are all but equal may round apart."""
+
+
+def self_test(
+    make: type[Backend], config: DecoderConfig, page_size: int, dtype: torch.dtype = torch.float32
+) -> None:
     """Raises UnsupportedError if a backend differs from `gather` in a layer of each type, over a prefill and a mixed step."""
     config = dataclasses.replace(
         config, layer_types=tuple(config.layers_of), context=min(config.context, 64), window=config.window and _WINDOW
     )
     builds: tuple[type[Backend], ...] = (GatherBackend, make)
-    backends = [build(config=config, pool=KvPool(config, page_size, 7)) for build in builds]
+    backends = [build(config=config, pool=KvPool(config, page_size, 7, dtype)) for build in builds]
     want, got = (_outputs(backend, config, page_size) for backend in backends)
     worst = max(float((a - b).abs().max()) for a, b in zip(want, got, strict=True))
-    if not worst < 1e-4:
+    if not worst < _CLOSE[dtype]:
         raise UnsupportedError(f"the backend {make.name} differs from the oracle by {worst:.1e}")
 
 

@@ -36,7 +36,7 @@ class CpuBackend:
         self.config, self.pool, self.library = config, pool, load_library()
         self.rotary = {kind: rotary_table(config, kind) for kind in config.layers_of}
         kinds = list(config.layers_of)
-        self.layers = [(kinds.index(kind), pool.page_floats * ordinal) for kind, ordinal in config.ordinals]
+        self.layers = [(kinds.index(kind), pool.page * ordinal) for kind, ordinal in config.ordinals]
         self.tile = max(1, int(self.library.weir_max_queries()) // (c.heads // c.kv_heads))
         self.scratch = torch.empty(0)
 
@@ -53,8 +53,9 @@ class CpuBackend:
         tiles, scratch = _tiles(step.starts, self.tile), self._scratch_for(step.longest)
         kinds = (Attention * len(tables))(*(self._attention(kind, step, row_of, tables[kind], scratch) for kind in tables))
         return program(
-            x, step.picked, attention=ctypes.addressof(kinds), tiles=tiles.ctypes.data, n_tiles=len(tiles)
-        )
+            x, step.picked, int(step.positions.sum(dtype=np.int64)), attention=ctypes.addressof(kinds),
+            tiles=tiles.ctypes.data, n_tiles=len(tiles),
+        )  # fmt: skip
 
     def _scratch_for(self, longest: int) -> tuple[int, int]:
         """Floats for each thread, and the address, of room for the scores of one tile; it only grows."""
@@ -71,7 +72,8 @@ class CpuBackend:
         cos, sin = self.rotary[kind]
         window = (c.window or 0) if kind == SLIDING else 0
         return Attention(
-            pool.flat.data_ptr(), pool.half_floats, c.heads, c.kv_heads, c.head_dim, pool.page_size, window, tables.shape[1],
+            pool.flat.data_ptr(), pool.half, int(pool.flat.dtype is torch.bfloat16),
+            c.heads, c.kv_heads, c.head_dim, pool.page_size, window, tables.shape[1],
             c.attention_scale, c.rms_eps, step.positions.ctypes.data, row_of.ctypes.data, tables.ctypes.data,
             cos.data_ptr(), sin.data_ptr(), None, None, *scratch,
         )  # fmt: skip

@@ -46,10 +46,10 @@ class GatherBackend:
         kind, ordinal = self.ordinals[layer]
         pool, c = self.pool, self.config
         n, dim, page = pool.geometry.blocks_per_chunk[kind], c.head_dim, pool.page_size
-        outer = (pool.geometry.chunk_bytes // 4, c.layers_of[kind] * pool.page_floats, dim * page)
-        sizes, start = (pool.num_chunks, n, c.kv_heads), ordinal * pool.page_floats
+        outer = (pool.chunk, c.layers_of[kind] * pool.page, dim * page)
+        sizes, start = (pool.num_chunks, n, c.kv_heads), ordinal * pool.page
         keys = pool.flat.as_strided((*sizes, dim, page), (*outer, page, 1), start)
-        return keys, pool.flat.as_strided((*sizes, page, dim), (*outer, dim, 1), start + pool.half_floats)
+        return keys, pool.flat.as_strided((*sizes, page, dim), (*outer, dim, 1), start + pool.half)
 
 
 class _Row(NamedTuple):
@@ -114,13 +114,13 @@ class GatherOps:
         q, k, v = qkv.view(len(qkv), -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         keys, values = self.backend.pages(layer)
         block, slot = self.tables[kind][self.row_of, self.positions // page], self.positions % page
-        keys[block // n, block % n, :, :, slot] = self._rotated(k, k_norm, kind)
-        values[block // n, block % n, :, slot] = v
+        keys[block // n, block % n, :, :, slot] = self._rotated(k, k_norm, kind).to(keys.dtype)
+        values[block // n, block % n, :, slot] = v.to(values.dtype)
         q = self._rotated(q, q_norm, kind)
         out = torch.empty(len(qkv), c.heads * c.head_dim)
         for begin, end, length, blocks, hidden in self.rows[kind]:
-            row_keys = keys[blocks // n, blocks % n].permute(1, 2, 0, 3).reshape(c.kv_heads, 1, c.head_dim, -1)
-            row_values = values[blocks // n, blocks % n].permute(1, 0, 2, 3).reshape(c.kv_heads, 1, -1, c.head_dim)
+            row_keys = keys[blocks // n, blocks % n].float().permute(1, 2, 0, 3).reshape(c.kv_heads, 1, c.head_dim, -1)
+            row_values = values[blocks // n, blocks % n].float().permute(1, 0, 2, 3).reshape(c.kv_heads, 1, -1, c.head_dim)
             queries = q[begin:end].view(end - begin, c.kv_heads, -1, c.head_dim).permute(1, 2, 0, 3)
             scores = (queries @ row_keys[..., :length]) * c.attention_scale
             weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)

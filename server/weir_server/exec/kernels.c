@@ -17,28 +17,45 @@
 
 enum { AHEAD = 2 }; /* pieces of keys or values */
 
-INLINE float *page_of(const Attention *a, const int64_t *table, int index, int head) {
-    return a->pool + table[index] + (int64_t)head * a->dim * a->page;
+/* Keys of a head on the page of positions index · page …; its values lie `half` numbers further. */
+INLINE char *page_of(const Attention *a, int size, const int64_t *table, int index, int head) {
+    return a->pool + (table[index] + (int64_t)head * a->dim * a->page) * size;
 }
 
-/* Keys or values of TILE positions of a row: as many cache lines as head_dim, `stride` floats apart. */
+/* Keys or values of TILE positions of a row: head_dim times TILE numbers, `stride` bytes apart. */
 typedef struct {
-    const float *at;
+    const char *at;
     int64_t stride;
 } Piece;
 
 /* Of the positions from j on, a multiple of TILE. */
-INLINE Piece piece(const Attention *a, const int64_t *table, int head, int j, int of_values) {
-    const float *page = page_of(a, table, j / a->page, head);
-    if (of_values) return (Piece){page + a->half + (int64_t)(j % a->page) * a->dim, TILE};
-    return (Piece){page + j % a->page, a->page};
+INLINE Piece piece(const Attention *a, int size, const int64_t *table, int head, int j, int of_values) {
+    const char *page = page_of(a, size, table, j / a->page, head);
+    if (of_values) return (Piece){page + (a->half + (int64_t)(j % a->page) * a->dim) * size, TILE * size};
+    return (Piece){page + j % a->page * size, (int64_t)a->page * size};
 }
 
 /* What is read AHEAD pieces after offset `at` of: the keys of `padded` positions from `base` on, then their values. */
-INLINE Piece piece_ahead(const Attention *a, const int64_t *table, int head, int base, int padded, int at) {
+INLINE Piece piece_ahead(const Attention *a, int size, const int64_t *table, int head, int base, int padded, int at) {
     at += AHEAD * TILE;
     if (at >= 2 * padded) at = 2 * padded - TILE;
-    return at < padded ? piece(a, table, head, base + at, 0) : piece(a, table, head, base + at - padded, 1);
+    return at < padded ? piece(a, size, table, head, base + at, 0) : piece(a, size, table, head, base + at - padded, 1);
+}
+
+/* The nearest bfloat16, of two as near the even one; what is no number stays none. */
+INLINE uint16_t to_bf16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    if (x != x) return (uint16_t)(bits >> 16 | 64);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* n numbers into the pool, `step` numbers apart. */
+INLINE void put(char *pool, int bf16, int step, const float *x, int n) {
+    for (int i = 0; i < n; i++) {
+        if (bf16) ((uint16_t *)pool)[i * step] = to_bf16(x[i]);
+        else ((float *)pool)[i * step] = x[i];
+    }
 }
 
 INLINE void rotate(float *x, const float *cos, const float *sin, int half, float scale) {

@@ -8,15 +8,15 @@ enum { TILE = 16 }; /* keys scored, or features summed, at a time: divides page 
 
 /* Attention of one type in one step; what differs from layer to layer is the operation's. */
 typedef struct {
-    float *pool;              /* this layer's page in block 0 */
-    int64_t half;             /* floats from K to V */
-    int heads, kv_heads, dim, page;
+    char *pool;               /* this layer's page in block 0; what is stored there are numbers of float or, if `bf16`, of 2 bytes */
+    int64_t half;             /* numbers from K to V */
+    int bf16, heads, kv_heads, dim, page;
     int window;               /* positions that a query sees, its own included; 0 = all before it */
     int table_width;
     float scale, eps;         /* of the scores; of the norms of q and k */
     const int32_t *positions; /* [tokens] */
     const int32_t *row_of;    /* [tokens] */
-    const int64_t *tables;    /* [rows][table_width]: floats from block 0 to the block of positions i page … */
+    const int64_t *tables;    /* [rows][table_width]: numbers from block 0 to the block of positions i page … */
     const float *cos, *sin;   /* [context][dim / 2] */
     const float *q_norm, *k_norm; /* [dim], or NULL: heads are not normalised */
     int64_t scratch_stride;   /* floats of scratch for each thread */

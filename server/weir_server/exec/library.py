@@ -17,7 +17,7 @@ class Attention(ctypes.Structure):
     """`Attention` of kernels.h."""
 
     _fields_ = [
-        ("pool", ctypes.c_void_p), ("half", ctypes.c_int64),
+        ("pool", ctypes.c_void_p), ("half", ctypes.c_int64), ("bf16", ctypes.c_int),
         ("heads", ctypes.c_int), ("kv_heads", ctypes.c_int), ("dim", ctypes.c_int), ("page", ctypes.c_int),
         ("window", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float), ("eps", ctypes.c_float),
         ("positions", ctypes.c_void_p), ("row_of", ctypes.c_void_p), ("tables", ctypes.c_void_p),

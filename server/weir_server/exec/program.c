@@ -40,7 +40,7 @@ typedef struct {
     int64_t n, k;          /* features of `out`; product: of `in` */
     const void *weight;
     const float *bias, *q_norm, *k_norm;
-    int64_t offset;        /* attention: floats from a block to this layer's page */
+    int64_t offset;        /* attention: numbers from a block to this layer's page */
 } Op;
 
 typedef struct {
@@ -140,7 +140,7 @@ static void product(const Job *j, const Team *team, int self) {
 static void attention(const Job *j, Team *team, int self) {
     const Run *run = j->run;
     Attention a = run->attention[j->op->choice];
-    a.pool += j->op->offset, a.q_norm = j->op->q_norm, a.k_norm = j->op->k_norm;
+    a.pool += j->op->offset * (a.bf16 ? sizeof(uint16_t) : sizeof(float)), a.q_norm = j->op->q_norm, a.k_norm = j->op->k_norm;
     EACH_OWN(t, j->rows) weir_kernels->append_token(&a, j->in, (int)t);
     meet(team);
     int64_t units = run->n_tiles * a.kv_heads, u;

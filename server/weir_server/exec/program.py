@@ -115,22 +115,22 @@ class Program:
             fields = {"code": CODES[call.code], "picked": int(call.out.picked), "in": value, "with": other}
             for name, field in {**fields, "out": places[call.out], "n": call.out.width, **call.fields}.items():
                 setattr(op, name, field)
-        self.per_row = sum(op.n * max(op.k, 1) for op in self.ops)
+        self.per_row = sum(op.n * op.k for op in self.ops)
+        self.per_seen = sum(2 * op.n for op in self.ops if op.code == CODES["attention"])
         self.buffers: list[torch.Tensor] = []
         self.pointers = (ctypes.c_void_p * len(self.widths))()
         self.run = Run(ops=ctypes.addressof(self.ops), n_ops=len(calls), buffers=ctypes.addressof(self.pointers))
         self.room = 0
         self._grow(LEAST_ROWS)
 
-    def __call__(self, given: torch.Tensor, picked: torch.Tensor | None = None, **step: Any) -> torch.Tensor:
+    def __call__(self, given: torch.Tensor, picked: torch.Tensor, seen: int = 0, **step: Any) -> torch.Tensor:
         """The result for input rows `given` (which may be overwritten), a view that stands until the next call.
-        `picked` int64: the rows that the head reads; `step`: fields of Run."""
+        `picked` int64: the rows that the head reads; `seen`: positions before all tokens; `step`: fields of Run."""
         run, rows = self.run, len(given)
         self._grow(rows)
-        self.pointers[0] = given.data_ptr()
-        run.rows[0], run.rows[1] = rows, 0 if picked is None else len(picked)
-        run.picked = None if picked is None else picked.data_ptr()
-        run.work = self.per_row * rows
+        self.pointers[0], run.picked = given.data_ptr(), picked.data_ptr()
+        run.rows[0], run.rows[1] = rows, len(picked)
+        run.work = self.per_row * rows + self.per_seen * seen
         for name, value in step.items():
             setattr(run, name, value)
         self.library.weir_run(ctypes.byref(run))

@@ -63,7 +63,7 @@ def choose_products(weights: Sequence[Matrix]) -> Products:
     except UnsupportedError as e:
         log.warning("matrix products: torch's, because %s", e)
         return probe(weights)
-    if all(agrees(products, weight) for weight in weights):
+    if all(agrees(products, weight) for weight in {w.shape[1]: w for w in reversed(weights)}.values()):  # one for each width
         return products
     log.warning("matrix products: torch's, because ours differ from them")
     return probe(weights)
@@ -77,12 +77,15 @@ HEAD_ROWS = 64
 """Most rows that the head multiplies at a time for prompt logprobs: their logits are the largest tensor of a step."""
 
 
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 class ModelSizes:
     """What a model takes, by its config alone. `int8`: its matrices are multiplied in 8 bits. `weights_bytes`: memory that its
     weights hold, fewer where they are `mapped` from the weight cache."""
 
-    def __init__(self, config: DecoderConfig, int8: bool, mapped: bool) -> None:
-        self.config = config
+    def __init__(self, config: DecoderConfig, int8: bool, mapped: bool, kv_dtype: str) -> None:
+        self.config, self.kv_dtype = config, KV_DTYPES[kv_dtype]
         self.context_length, self.window = config.context, config.window
         self.weights_bytes = weights_bytes(config, int8, mapped)
 
@@ -90,7 +93,7 @@ class ModelSizes:
         return self.geometry(page_size).chunk_bytes
 
     def geometry(self, page_size: int) -> Geometry:
-        return geometry(self.config, page_size)
+        return geometry(self.config, page_size, self.kv_dtype)
 
     def activation_bytes(self, max_tokens: int) -> int:
         """Most memory that a step of `max_tokens` tokens needs beside weights and pool, its logits included."""
@@ -104,7 +107,7 @@ def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
     _check_dtype(boot.dtype)
     config, int8 = read_headers(Path(boot.model), boot.quantize)
-    return ModelSizes(config, int8 and _has_kernels(), mapped=True)
+    return ModelSizes(config, int8 and _has_kernels(), mapped=True, kv_dtype=boot.kv_dtype)
 
 
 def _has_kernels() -> bool:
@@ -118,7 +121,7 @@ class LoadedModel(ModelSizes):
     """A model in memory, not yet given a pool."""
 
     def __init__(self, boot: Boot, decoder: Decoder, products: Products, int8: bool, mapped: bool) -> None:
-        super().__init__(decoder.config, int8 and products.keeps_int8, mapped)
+        super().__init__(decoder.config, int8 and products.keeps_int8, mapped, boot.kv_dtype)
         held = "int8" if products.keeps_int8 else "int8 held in float32"
         self.weights = held if int8 else "float32"
         self.boot, self.decoder, self.linear = boot, decoder, f"{self.weights}, {products}"
@@ -131,15 +134,16 @@ class LoadedModel(ModelSizes):
         return {
             "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
             "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
-            "dtype": "float32", "weights": self.weights, "decode_path": self.decode_path, "linear": self.linear,
+            "dtype": "float32", "weights": self.weights, "kv_dtype": self.boot.kv_dtype,
+            "decode_path": self.decode_path, "linear": self.linear,
             "isa": torch.backends.cpu.get_cpu_capability(),
         }  # fmt: skip
 
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
         """A Runner over a pool of `num_chunks` chunks, pages of boot.page_size tokens, and a swap pool of `swap_chunks`.
         Chunks 0 and 1 of the first are reserved for padding: rows own blocks of chunks 2 … num_chunks-1."""
-        pool = KvPool(self.config, self.boot.page_size, num_chunks)
-        swap = KvPool(self.config, self.boot.page_size, swap_chunks) if swap_chunks else None
+        pool = KvPool(self.config, self.boot.page_size, num_chunks, self.kv_dtype)
+        swap = KvPool(self.config, self.boot.page_size, swap_chunks, self.kv_dtype) if swap_chunks else None
         return ModelRunner(self.decoder, pool, choose_backend(self.decoder, pool), swap)
 
 
