@@ -32,7 +32,7 @@ from weir_server.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "texts" / "opticks.txt"
 WINDOW = 512
-SCALES = (128, 0)
+SCALES = (64, 0)
 AGREE, PERPLEXITY = 0.97, 0.01
 
 
