@@ -123,7 +123,7 @@ def test_a_rival_without_the_kernels_of_this_processor_is_no_rival():
     refuse_other_kernels("x", llama_isa(LOG), ["avx2", "fma"])
     refuse_other_kernels("weir", ["own float32 on avx-512, independent of the row count"], ["avx2", "avx512f"])
     refuse_other_kernels("x", [], ["asimd"])
-    for isa, machine in ((["avx2", "fma"], ["avx2", "avx512f"]), (["torch's"], ["avx2"])):
+    for isa, machine in ((["avx2", "fma"], ["avx2", "avx512f"]), (["torch's"], ["avx2"]), ([], ["avx2"])):
         with pytest.raises(ServerError, match=r"without avx\w+, which this processor has"):
             refuse_other_kernels("x", isa, machine)
 

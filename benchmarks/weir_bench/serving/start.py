@@ -25,7 +25,7 @@ async def start(run: Run) -> Path | None:
         contender, began = peers.BY_NAME[name], time.monotonic()
         async with contender.start(run.setting) as running:
             ready = time.monotonic() - began
-            server = contender.server(running, shape, await contender.isa(running), contender.version(run.setting), 0.0)
+            server = contender.server(running, shape, await contender.isa(running) or [], contender.version(run.setting), 0.0)
             up = servers[name] = Up(contender, running, server)
             async with up.client(seed=round) as client:
                 report = await closed_loop(client, 1, [Arrival(0, PROMPT, 1)])
