@@ -219,6 +219,18 @@ async def test_a_table_is_written_in_its_shape_and_said_on_both_pages(tmp_path):
         assert page.startswith("before\n") and page.endswith("after\n") and "old" not in page
 
 
+async def test_rounds_are_added_to_those_of_the_same_code_alone(tmp_path):
+    run = Run(setting(tmp_path), Form("trial", 1, {4: 1}, 1, 1.0), tmp_path / "out", add=True, say=lambda _: None)
+    ours = [contender(tmp_path, "weir float32", "quick", "weir")]
+    for rounds_then in (1, 2):
+        path = await side_by_side.measure(run, "float32", ours)
+        doc = msgspec.json.decode(path.read_bytes(), type=Document)
+        assert [c.round for c in doc.cells if c.output > 1] == list(range(rounds_then))
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(doc, machine={**doc.machine, "commit": "another"})))
+    with pytest.raises(ServerError, match="can't be added to: its commit is another"):
+        await side_by_side.measure(run, "float32", ours)
+
+
 def test_a_page_without_marks_is_refused_and_raw_data_of_another_shape_is_said(tmp_path):
     with pytest.raises(ValueError, match="a page needs"):
         tables.between("nothing here", "x")
