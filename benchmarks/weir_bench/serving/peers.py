@@ -249,4 +249,3 @@ CONTENDERS = (
     _adapted("transformers", "transformers", "float32", 4.0, 4),
     _adapted("openvino-genai", "openvino_genai", "as the file", 20 / 32, 2),
 )
-BY_NAME = {c.name: c for c in CONTENDERS}
