@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -112,5 +112,8 @@ def run_rows(runner: ModelRunner, rows: Sequence[Row], n: int) -> list[list[int]
 def all_logits(runner: ModelRunner, works: Sequence[RowWork]) -> torch.Tensor:
     """Logits of every token of the step, not only of those that sample."""
     with torch.inference_mode():
-        flat, decoder = flatten(works, runner.pool.page_size, runner.decoder.config), runner.decoder
-        return decoder.head(decoder.hidden(flat.tokens, torch.arange(len(flat.tokens)), runner.backend.bind(flat)))
+        decoder, backend = runner.decoder, runner.backend
+        flat = flatten(works, runner.pool.page_size, decoder.config)
+        flat = replace(flat, picked=torch.arange(len(flat.tokens)))
+        hidden, head = (backend.compile(f, decoder.config.hidden) for f in (decoder.hidden, decoder.head))
+        return head(hidden(decoder.embedded(flat.tokens), flat)).clone()

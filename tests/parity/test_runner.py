@@ -69,13 +69,13 @@ def test_the_head_never_sees_more_rows_than_a_tile(pair: tuple[Any, LoadedModel]
     _, loaded = pair
     runner, tokens, seen = make_runner(loaded, "cpu"), prompt(150), []
     plain = runner.execute([Row.of(runner, tokens, chunk=150).work()])[0].token
-    head = type(loaded.decoder).head
+    head = runner._head
 
-    def counted(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(len(hidden))
-        return head(self, hidden)
+        return head(hidden)
 
-    monkeypatch.setattr(type(loaded.decoder), "head", counted)
+    monkeypatch.setattr(runner, "_head", counted)
     assert scored(runner, tokens, [150], 0)[0].token == plain
     assert seen == [1, HEAD_ROWS, HEAD_ROWS, 149 - 2 * HEAD_ROWS]
 
@@ -146,10 +146,9 @@ class AloneDecoder(runner_module.Decoder):
     batched = False
     forwards: list[int] = []
 
-    def hidden(self, tokens: torch.Tensor, at: torch.Tensor, ops: Any) -> torch.Tensor:
-        assert len(at) == 1
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         self.forwards.append(len(tokens))
-        return super().hidden(tokens, at, ops)
+        return super().embedded(tokens)
 
 
 def test_sampling_settings_of_rows_do_not_mix(pair: tuple[Any, LoadedModel]) -> None:

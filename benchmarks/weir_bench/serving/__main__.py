@@ -15,7 +15,7 @@ import psutil
 from weir_bench import results, tables
 from weir_bench.servers import ServerError
 from weir_bench.serving import __doc__ as doc
-from weir_bench.serving import latency, peers, replay, side_by_side, start
+from weir_bench.serving import footprint, latency, peers, replay, side_by_side, start
 from weir_bench.serving.run import FULL, SHORT, Run
 from weir_operator.simulate.traces import TraceError
 from weir_server.model.files import ModelError, resolve
@@ -25,7 +25,8 @@ SHORT_TABLES: dict[str, Table] = {
     "float32": side_by_side.float32, "int8": side_by_side.int8, "waves": latency.waves, "poisson": latency.poisson,
     "start": start.start,
 }  # fmt: skip
-TABLES: dict[str, Table] = {**SHORT_TABLES, "peers": side_by_side.peers, "replay": replay.replay}
+TABLES: dict[str, Table] = {**SHORT_TABLES, "peers": side_by_side.peers, "footprint": footprint.footprint,
+                            "replay": replay.replay}
 
 
 def arguments() -> argparse.ArgumentParser:

@@ -42,6 +42,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     model: str  # resolved path of a .gguf file or a model directory
     threads: int
     dtype: str = "float32"
+    quantize: str = "auto"  # auto | int8 | none; auto = 8-bit weights where the file's own are that
     context_per_slot: int | None = None
     max_batch_size: int = 4
     max_requests_per_batch: int | None = None  # the envelope's upper bound of max_batch_size
