@@ -158,7 +158,7 @@ async def run_load(tmp_path, mode, clients=4):
 async def test_a_server_that_batches_is_measured(tmp_path):
     found = await run_load(tmp_path, "batching")
     assert found.forward_rows == pytest.approx(4, rel=0.4) and found.requests == 4 and found.events == pytest.approx(1)
-    assert 0 < found.itl_p50 <= found.itl_p95 and found.tokens_per_second > 0 and found.server_cpu > 0
+    assert 0 < found.itl_p50 <= found.itl_p95 and found.tokens_per_second > 0
 
 
 async def test_a_server_that_does_not_batch_is_refused(tmp_path):
