@@ -30,8 +30,8 @@ def told(doc: Document) -> list[str]:
     lag, cpu = max(c.generator_lag_p99 for c in doc.cells), max(c.generator_cpu for c in doc.cells)
     lines = [
         f"{doc.work['prompt']} tokens in, {doc.work['output']} out, greedy, ignore_eos, no prefix cache, streams; "
-        f"{counted(rounds, 'round')}, servers in turn. Load generator: p99 lag at most {lag * 1e3:.1f} ms, at most {cpu:.0%} of "
-        "a core. " + "; ".join(f"{s.name}: kernels {', '.join(s.isa) or 'not told'}" for s in doc.servers) + "."
+        f"{counted(rounds, 'round')}, servers in turn. Load generator: p99 lag at most {lag * 1e3:.1f} ms, at most "
+        f"{cpu:.0%} of a core. " + "; ".join(f"{s.name}: kernels {', '.join(s.isa) or 'not told'}" for s in doc.servers) + "."
     ]  # fmt: skip
     return lines + [f"Skipped: {why}." for why in doc.skipped]
 
