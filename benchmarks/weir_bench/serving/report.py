@@ -26,7 +26,7 @@ def side_by_side(d: Data) -> list[str]:
 
 def told(doc: Document) -> list[str]:
     """How the figures came about."""
-    rounds = 1 + max((c.round for c in doc.cells), default=-1)
+    rounds = rounds_of(doc)
     lag, cpu = max(c.generator_lag_p99 for c in doc.cells), max(c.generator_cpu for c in doc.cells)
     lines = [
         f"{doc.work['prompt']} tokens in, {doc.work['output']} out, greedy, ignore_eos, no prefix cache, streams; "
@@ -99,6 +99,10 @@ def ranged(s: Spread | Data, scale: float, digits: int) -> str:
     return f"{median} ({least}–{most})" if of.n > 1 else median
 
 
+def rounds_of(doc: Document) -> int:
+    return 1 + max((c.round for c in doc.cells), default=-1)
+
+
 def counted(n: int, what: str) -> str:
     return f"{n} {what}" + ("" if n == 1 else "s")
 
@@ -160,7 +164,8 @@ def readme(folder: Path) -> list[str]:
             continue
         doc = msgspec.json.decode(path.read_bytes(), type=Document)
         m = doc.machine
-        machines.append(f"{precision}: {m['cpu']}, {m['cores']} cores, {', '.join(m['isa'])}, {doc.date[:10]}, {doc.form} form")
+        of_what = f"{m['cpu']}, {m['cores']} cores, {', '.join(m['isa'])}, {doc.date[:10]}"
+        machines.append(f"{precision}: {of_what}, {counted(rounds_of(doc), 'round')}")
         for n in doc.work["clients"]:
             of = {c.figure: c for c in doc.claims if c.clients == n}
             if tokens := of.get("tokens_per_second"):
