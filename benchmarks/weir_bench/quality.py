@@ -93,16 +93,16 @@ class Sums:
                 "perplexity": math.exp(self.surprise / self.tokens), "perplexity_change": change}
 
 
-def measure(model: str) -> dict[str, Any]:
+def measure(model: str, most: int | None) -> dict[str, Any]:
     loaded = load(boot(model, quantize="int8"))
     results.moved({"the product of 8-bit weights": loaded.weights == "int8"})
     ids = load_tokenizer(Path(loaded.boot.model)).encode(TEXT.read_text(encoding="utf-8"), add_special=False)
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - 1, WINDOW)]
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - 1, WINDOW)][:most]
     with torch.inference_mode():
         float32, served = Scorer(in_float32(loaded, None)), Scorer(loaded)
         scorers = {"float32": float32, "served": served} | {str(group): Scorer(in_float32(loaded, group)) for group in SCALES}
         sums = {name: Sums() for name in scorers}
-        for window in track(windows, description=f"{len(ids):,} tokens"):
+        for window in track(windows, description="windows"):
             said, want = torch.tensor(window[1:]), float32(window)[:-1].clone()
             for name, scorer in scorers.items():
                 sums[name].add(want, want if scorer is float32 else scorer(window)[:-1], said)
@@ -113,8 +113,10 @@ def measure(model: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    args = results.arguments("quality", __doc__).parse_args()
-    outcome = measure(args.model)
+    parser = results.arguments("quality", __doc__)
+    parser.add_argument("--windows", type=int, help="of the text, from its beginning (default: all)")
+    args = parser.parse_args()
+    outcome = measure(args.model, args.windows)
     figures = outcome["figures"]
     print(results.write("quality", outcome, args.output), figures)
     if figures["argmax_agreement"] < AGREE or abs(figures["perplexity_change"]) > PERPLEXITY:
