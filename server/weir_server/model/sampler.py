@@ -68,8 +68,8 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
         if parameters is _GREEDY:
             tokens: list[int | None] = list(chosen.numpy().argmax(-1).tolist())
         else:
-            numbers = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
-            tokens = _extract(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
+            drawn = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
+            tokens = _extract(chosen, *parameters, torch.tensor(drawn, dtype=torch.float64))
         for i, token in zip(members, tokens, strict=True):
             out[i].token = token
             if token is None:
