@@ -81,7 +81,7 @@ def policies(d: dict[str, Any]) -> list[str]:
 
 def quality(d: dict[str, Any]) -> list[str]:
     rows = [
-        (n if n.isalpha() else f"a scale for {int(n) or 'a row'}", f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}",
+        (f"a scale for {int(n) or 'a row'}" if n.isdigit() else n, f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}",
          f"{c['perplexity']:.3f}", f"{c['perplexity_change']:+.2%}")
         for n, c in d["weights"].items()
     ]  # fmt: skip
