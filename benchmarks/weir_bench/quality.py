@@ -11,7 +11,7 @@ its matrices rounded to 8 bits with one scale for each so many weights of a row,
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from weir_server.text.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "texts" / "opticks.txt"
 WINDOW = 512
-SCALES = (32, 64, 128, 0)
+SCALES = (64, 0)
 AGREE, PERPLEXITY = 0.97, 0.01
 
 
@@ -71,39 +71,52 @@ class Scorer:
         return self.head(self.hidden(decoder.embedded(step.tokens), step)).log_softmax(-1)
 
 
-def compare(want: Scorer, got: Scorer, windows: list[list[int]], name: str) -> dict[str, float]:
-    """`got` against `want`; KL in nats, of their distributions of the next token."""
-    agree = kl = 0.0
-    surprise, tokens = [0.0, 0.0], 0
-    for window in track(windows, description=name):
-        next_ones = torch.tensor(window[1:])[:, None]
-        p, q = (score(window)[:-1] for score in (want, got))
-        agree += float((p.argmax(1) == q.argmax(1)).sum())
-        kl += float((p.exp() * (p - q)).sum())
-        for i, logs in enumerate((p, q)):
-            surprise[i] -= float(logs.gather(1, next_ones).sum())
-        tokens += len(next_ones)
-    before, after = (math.exp(s / tokens) for s in surprise)
-    return {"argmax_agreement": agree / tokens, "mean_kl": kl / tokens, "perplexity_float32": before, "perplexity": after,
-            "perplexity_change": after / before - 1, "tokens": tokens}
+@dataclass(slots=True)
+class Sums:
+    """Over the tokens scored so far; KL in nats, of the float32 model's distribution of the next token from ours."""
+
+    tokens: int = 0
+    agree: float = 0.0
+    kl: float = 0.0
+    surprise: float = 0.0
+
+    def add(self, want: torch.Tensor, got: torch.Tensor, said: torch.Tensor) -> None:
+        """Log-probabilities [tokens, vocab] of both, and what the text goes on with, int64 [tokens]."""
+        self.tokens += len(said)
+        self.agree += float((want.argmax(1) == got.argmax(1)).sum())
+        self.kl += float((want.exp() * (want - got)).sum())
+        self.surprise -= float(got.gather(1, said[:, None]).sum())
+
+    def told(self, float32: Sums) -> dict[str, float]:
+        change = math.exp((self.surprise - float32.surprise) / self.tokens) - 1
+        return {"argmax_agreement": self.agree / self.tokens, "mean_kl": self.kl / self.tokens,
+                "perplexity": math.exp(self.surprise / self.tokens), "perplexity_change": change}
 
 
-def measure(model: str) -> dict[str, Any]:
+def measure(model: str, most: int | None) -> dict[str, Any]:
     loaded = load(boot(model, quantize="int8"))
     results.moved({"the product of 8-bit weights": loaded.weights == "int8"})
     ids = load_tokenizer(Path(loaded.boot.model)).encode(TEXT.read_text(encoding="utf-8"), add_special=False)
-    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - 1, WINDOW)]
+    windows = [ids[i : i + WINDOW] for i in range(0, len(ids) - 1, WINDOW)][:most]
     with torch.inference_mode():
-        want = Scorer(in_float32(loaded, None))
-        served = compare(want, Scorer(loaded), windows, "served")
-        scales = {str(g): compare(want, Scorer(in_float32(loaded, g)), windows, f"a scale for {g or 'a row'}") for g in SCALES}
-    figures = {k: served[k] for k in ("argmax_agreement", "mean_kl", "perplexity_change")}
-    return {"figures": figures, "text": TEXT.name, "window": WINDOW, "served": served, "scales": scales, "model": loaded.model}
+        float32, served = Scorer(in_float32(loaded, None)), Scorer(loaded)
+        scorers = {"float32": float32, "served": served} | {str(group): Scorer(in_float32(loaded, group)) for group in SCALES}
+        sums = {name: Sums() for name in scorers}
+        for window in track(windows, description="windows"):
+            said, want = torch.tensor(window[1:]), float32(window)[:-1].clone()
+            for name, scorer in scorers.items():
+                sums[name].add(want, want if scorer is float32 else scorer(window)[:-1], said)
+    told = {name: s.told(sums["float32"]) for name, s in sums.items()}
+    figures = {k: told["served"][k] for k in ("argmax_agreement", "mean_kl", "perplexity_change")}
+    return {"figures": figures, "text": TEXT.name, "window": WINDOW, "tokens": sums["served"].tokens, "weights": told,
+            "model": loaded.model}
 
 
 def main() -> None:
-    args = results.arguments("quality", __doc__).parse_args()
-    outcome = measure(args.model)
+    parser = results.arguments("quality", __doc__)
+    parser.add_argument("--windows", type=int, help="of the text, from its beginning (default: all)")
+    args = parser.parse_args()
+    outcome = measure(args.model, args.windows)
     figures = outcome["figures"]
     print(results.write("quality", outcome, args.output), figures)
     if figures["argmax_agreement"] < AGREE or abs(figures["perplexity_change"]) > PERPLEXITY:

@@ -80,16 +80,13 @@ def policies(d: dict[str, Any]) -> list[str]:
 
 
 def quality(d: dict[str, Any]) -> list[str]:
-    named = {"as served": d["served"]} | {f"a scale for {int(n) or 'a row'}": c for n, c in d["scales"].items()}
     rows = [
-        (n, f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}", f"{c['perplexity']:.3f}", f"{c['perplexity_change']:+.2%}")
-        for n, c in named.items()
+        (f"a scale for {int(n) or 'a row'}" if n.isdigit() else n, f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}",
+         f"{c['perplexity']:.3f}", f"{c['perplexity_change']:+.2%}")
+        for n, c in d["weights"].items()
     ]  # fmt: skip
-    served = d["served"]
-    return [
-        *table(("8-bit weights", "same most likely token", "KL, nats", "perplexity", "change"), rows), "",
-        f"{served['tokens']:,} tokens of {d['text']}; perplexity in float32 {served['perplexity_float32']:.3f}.",
-    ]
+    head = ("weights", "same most likely token", "KL, nats", "perplexity", "change")
+    return [*table(head, rows), "", f"{d['tokens']:,} tokens of {d['text']}."]
 
 
 def memory(d: dict[str, Any]) -> list[str]:

@@ -50,7 +50,7 @@ class Int8Matrix:
         panels, groups, _, _ = lines.shape
         q, scales = (torch.nn.functional.pad(t, (0, 0, 0, -shape[0] % _PANEL)) for t in (blocks.q, blocks.scales))
         lines[:, :, 0] = scales.contiguous().view(torch.int32).view(panels, _PANEL, groups).permute(0, 2, 1)
-        lines[:, :, 1:] = q.contiguous().view(torch.int32).view(panels, _PANEL, groups, GROUP // 4).permute(0, 2, 3, 1)
+        lines[:, :, 1:] = q.flatten().view(torch.int32).view(panels, _PANEL, groups, GROUP // 4).permute(0, 2, 3, 1)
         return cls(lines, shape)
 
     def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:

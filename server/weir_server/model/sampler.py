@@ -68,8 +68,8 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
         if parameters is _GREEDY:
             tokens: list[int | None] = list(chosen.numpy().argmax(-1).tolist())
         else:
-            numbers = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
-            tokens = _extract(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
+            drawn = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
+            tokens = _extract(chosen, *parameters, torch.tensor(drawn, dtype=torch.float64))
         for i, token in zip(members, tokens, strict=True):
             out[i].token = token
             if token is None:
@@ -115,15 +115,10 @@ def _extract(
         weights = _at_least(weights, _nucleus(weights, top_p, best))
     if min_p > 0.0:
         weights = _at_least(weights, torch.tensor(min_p))
-    cumulative = _running_sums(weights)
+    cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, numbers[:, None] * total)[:, 0].tolist()
     return [token if ok else None for token, ok in zip(tokens, (total[:, 0] > 0).tolist(), strict=True)]
-
-
-def _running_sums(weights: torch.Tensor) -> torch.Tensor:
-    """float64 [rows, vocab]; by numpy, which makes no copy in float64 first."""
-    return torch.from_numpy(weights.numpy().cumsum(-1, dtype=np.float64))
 
 
 def _at_least(weights: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
@@ -136,7 +131,7 @@ def _nucleus(weights: torch.Tensor, top_p: float, best: torch.Tensor | None) -> 
     `best`: the weights that there are, in order, where another filter has sorted them (of its last, others may tie). Totals
     are the ends of running sums: unlike a sum, those add in the same order however many rows there are.
     """
-    wanted, vocab = top_p * _running_sums(weights)[:, -1:], weights.shape[-1]
+    wanted, vocab = top_p * weights.cumsum(-1, dtype=torch.float64)[:, -1:], weights.shape[-1]
     cuts = [cut for cut in (*_CUTS, vocab) if cut <= vocab] if best is None else [best.shape[-1]]
     for cut in cuts:
         sorted_ = weights.topk(cut).values if best is None else best
