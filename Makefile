@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity fuzz experiments clean
+.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -48,12 +48,18 @@ law-plants: $(VENV)/.dev  ## the law on 100,000 random plants (O4)
 law-fuzz: $(VENV)/.dev  ## ten minutes of search for the load that the law does worst under
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.worst_loads
 
+sanitize: $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
+	hack/sanitize.sh
+
 FUZZ_STEPS ?= 1000000
 fuzz: $(VENV)/.dev  ## random walks of the engine against an oracle, a million steps (minutes; FUZZ_STEPS, FUZZ_SEED)
 	PYTHONPATH=benchmarks:tests/unit $(BIN)/python -m weir_bench.fuzz --steps $(FUZZ_STEPS) $(if $(FUZZ_SEED),--seed $(FUZZ_SEED))
 
 experiments: $(VENV)/.dev  ## every experiment on the engine, raw data into benchmarks/results (20 minutes, on a quiet machine)
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.experiments
+
+bench: $(VENV)/.dev  ## speed of serving beside llama.cpp's, ten minutes alone on the machine (BENCH='--full', LLAMA=folder, TRACES=folder)
+	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.serving $(BENCH) $(if $(LLAMA),--llama $(LLAMA)) $(if $(TRACES),--traces $(TRACES))
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -7,7 +7,8 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -30,8 +31,9 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "kernel": platform.release(),
+        "commit": _commit(),
         "python": platform.python_version(),
-        "versions": {p: _version(p) for p in PACKAGES},
+        "versions": {p: version(p) for p in PACKAGES},
     }
 
 
@@ -58,10 +60,26 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
 
 
+def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [[str(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
 def moved(counters: Mapping[str, float]) -> None:
     """Ends the run where a counter of the mechanism under test did not move: what was measured then is something else."""
     if still := [name for name, value in counters.items() if not value]:
         raise SystemExit(f"void: {', '.join(still)} did not move, so this run says nothing about it")
+
+
+def _commit() -> str | None:
+    """Of the code that was measured, with a mark where the tree held more than it; None outside of a repository."""
+    command = ["git", "-C", FOLDER.parent, "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -72,7 +90,8 @@ def _cpuinfo() -> dict[str, str]:
     return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The figures in docs/benchmarks.md, from the raw data beside it: what has been measured stands there, and nothing else.
+"""The figures in docs/benchmarks.md and README.md, from the raw data: what has been measured stands there, nothing else.
 
     PYTHONPATH=benchmarks python -m weir_bench.tables
 """
@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weir_bench import results
+from weir_bench.results import table
+from weir_bench.serving import report
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures: weir_bench.tables -->", "<!-- end of figures -->"
-Rows = Iterable[Iterable[Any]]
-
-
-def table(head: Iterable[str], rows: Rows) -> list[str]:
-    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return [f"| {' | '.join(line)} |" for line in lines]
+"""What lies between them on a page is generated."""
 
 
 def overhead(d: dict[str, Any]) -> list[str]:
@@ -36,14 +34,15 @@ def overhead(d: dict[str, Any]) -> list[str]:
 
 
 def attention(d: dict[str, Any]) -> list[str]:
-    f = d["figures"]
-    head = ("tokens of context", "in place, ms", "gathered, ms", "ratio", "GB/s read in place")
+    head = ("rows x tokens", "in place, ms", "gathered, ms", "ratio", "GB/s read in place", "of the read roof")
     rows = [
-        (n, f"{c['paged_seconds'] * 1e3:.2f}", f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}",
-         f"{c['paged_gigabytes_per_second']:.1f}")
-        for n, c in f.items() if isinstance(c, dict)
+        (n, f"{c['paged_seconds'] * 1e3:.2f}", *((f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}")
+         if "gather_seconds" in c else ("–", "–")), f"{c['paged_bytes_per_second'] / 1e9:.1f}",
+         f"{c['read_roof_share']:.0%}" if c["read_roof_share"] else "–")
+        for n, c in d["figures"].items()
     ]  # fmt: skip
-    return [*table(head, rows), "", f"Roof of reading memory in the same run: {f['read_roof_gigabytes_per_second']:.1f} GB/s."]
+    roof = f"{d['read_roof'] / 1e9:.1f} GB/s" if d["read_roof"] else "not measured"
+    return [*table(head, rows), "", f"Roof of reading memory in the same run: {roof}."]
 
 
 def prefix(d: dict[str, Any]) -> list[str]:
@@ -80,8 +79,14 @@ def policies(d: dict[str, Any]) -> list[str]:
     return [*table(head, rows), "", f"Tax on the real model, in real time: {real}."]
 
 
-def serving(d: dict[str, Any]) -> list[str]:
-    return table(("ratio", ""), [(n.replace("_", " "), f"{v:.2f}") for n, v in d["figures"].items()])
+def quality(d: dict[str, Any]) -> list[str]:
+    rows = [
+        (f"a scale for {int(n) or 'a row'}" if n.isdigit() else n, f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}",
+         f"{c['perplexity']:.3f}", f"{c['perplexity_change']:+.2%}")
+        for n, c in d["weights"].items()
+    ]  # fmt: skip
+    head = ("weights", "same most likely token", "KL, nats", "perplexity", "change")
+    return [*table(head, rows), "", f"{d['tokens']:,} tokens of {d['text']}."]
 
 
 def memory(d: dict[str, Any]) -> list[str]:
@@ -92,6 +97,12 @@ def memory(d: dict[str, Any]) -> list[str]:
         f"{d['endurance']['requests']:,} requests later: {f['growth_over_requests']:+.2%}; leaked: "
         f"{', '.join(f'{n} {c}' for n, c in f['leaked'].items())}."
     ]
+
+
+def footprint(d: dict[str, Any]) -> list[str]:
+    rows = [(n, *(f"{c[k] / 2**20:.0f}" for k in ("anonymous", "pss"))) for n, c in d["figures"].items()]
+    slots = f"{d['work']['slots']} slots of {d['work']['slot_tokens']} tokens"
+    return table((slots, "anonymous, MiB", "with mapped files, MiB"), rows)
 
 
 def fuzz(d: dict[str, Any]) -> list[str]:
@@ -105,7 +116,7 @@ def fuzz(d: dict[str, Any]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
-    "policies": policies, "serving": serving, "memory": memory, "fuzz": fuzz,
+    "policies": policies, "quality": quality, "memory": memory, "fuzz": fuzz, **report.SECTIONS, "serving-footprint": footprint,
 }  # fmt: skip
 
 
@@ -122,17 +133,29 @@ def render(folder: Path) -> str:
                   f"{m['load_average'][0]}.", ""]  # fmt: skip
         try:
             lines += [*section(d), ""]
-        except KeyError as e:
-            lines += [f"Written by an older form of the command (no {e}): run it again.", ""]
+        except (KeyError, msgspec.ValidationError) as e:
+            lines += [f"Written by an older form of the command ({e}): run it again.", ""]
     return "\n".join(lines)
 
 
+def generate(folder: Path, root: Path = ROOT) -> None:
+    """Both pages under `root`, from the raw data in `folder`."""
+    for page, text in (("docs/benchmarks.md", render(folder)), ("README.md", "\n".join(report.readme(folder)))):
+        if text:
+            (root / page).write_text(between((root / page).read_text(), text))
+
+
+def between(page: str, text: str) -> str:
+    """`page` with `text` between its marks. Raises ValueError where it has none."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"a page needs {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}"
+
+
 def main() -> None:
-    args = results.arguments("tables", __doc__, model=False).parse_args()
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{render(args.output)}\n{END}{after}")
+    generate(results.arguments("tables", __doc__, model=False).parse_args().output)
 
 
 if __name__ == "__main__":
