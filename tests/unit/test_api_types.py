@@ -89,6 +89,7 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     ({"engine": {"extraArgs": ["-b"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
     ({"engine": {"extraArgs": ["--api-key=x"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
     ({"model": {"source": "file:///m", "cache": {"size": "1Gi"}}}, "spec.model: cache is for sources that are downloaded"),
+    ({"model": {"source": "file:///m", "quantization": "int5"}}, "spec.model.quantization: Input should be 'auto', 'int8' or"),
     ({"model": {"source": "hf://a/b", "cache": {}}}, "spec.model.cache: give either size"),
     ({"model": {"source": "hf://a/b", "cache": {"claimName": "c", "storageClassName": "s"}}}, "claim that the operator makes"),
     ({"model": {"source": "hf://a/b", "sha256": "0" * 64}}, "spec.model: sha256 is of one file"),
