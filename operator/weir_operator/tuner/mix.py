@@ -24,6 +24,7 @@ LOW, HIGH = 0.6, 1.6
 SHIFT_TICKS = 2
 MIN_RATE_ROWS = 20  # a tick with fewer rows says too little of λ to call it a shift
 LEFT_LATELY = 3.0  # a shift of λ leaves its square ÷ this as scatter: the way back is another shift after three ticks or so
+OTHER = math.log(2.0)  # in output or context, beside another rate: another workload, however ρ scatters
 SCATTER, SCATTER_TICKS = 2.0, 4  # standard deviations of single ticks; from so many ticks on they are known
 ROWS_SCATTER = 0.5  # standard deviation ÷ mean of single rows' lengths, at least: recorded traffic has 0.8 to 1.3
 OVERDISPERSED = 1.6  # variance ÷ mean of arrivals per poll; Poisson has 1
@@ -54,7 +55,7 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
         return (replace(seen, rows=rows) if seen else mix), False
     odd = _in_a_row(mix.odd_ticks, _side(seen.prefill, mix.prefill) if _beyond_scatter(seen, mix) else 0)
     odd_rate = _odd_rate(mix, seen, rows)
-    other = abs(odd_rate) >= SHIFT_TICKS and distance(seen, mix) > SAME  # beside another rate, scatter is no excuse
+    other = abs(odd_rate) >= SHIFT_TICKS and _other_rows(seen, mix)
     if other or abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
         return replace(seen, rows=rows), True
     ticks, kept = mix.ticks + 1, KEEP * mix.rows
@@ -68,6 +69,12 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
     variances = {f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * square) for k, square in off.items()}
     mix = replace(mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, odd_square=odd_square, **mean, **variances)
     return _smooth_rate(mix, seen, odd_rate), False
+
+
+def _other_rows(seen: Mix, mix: Mix) -> bool:
+    """Whether rows are twice or half as long, which means over a tick's rows hardly are by chance; ρ, a ratio, is."""
+    pairs = ((seen.output, mix.output), (seen.context, mix.context))
+    return any(abs(math.log((a + 1.0) / (b + 1.0))) > OTHER for a, b in pairs)
 
 
 def _odd_rate(mix: Mix, seen: Mix, rows: float) -> int:
