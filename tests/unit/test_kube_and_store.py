@@ -92,6 +92,21 @@ def test_a_watch_owes_what_a_list_showed_first(monkeypatch: pytest.MonkeyPatch) 
     assert store.lag() == 0
 
 
+def test_a_watch_that_began_anew_does_not_owe_what_went_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    store = Store()
+    for name in ("gone", "going", "new"):
+        store.told("Pod", obj(name), False)
+    store.replace("Pod", [obj("going"), obj("new")], store.known("Pod"))  # it went, and then the watch broke
+    store.replace("Pod", [obj("new", "2")], store.known("Pod"), gap=True)
+    now[0] = 90.0
+    assert [o["metadata"]["name"] for o in store.known("Pod").values()] == ["new"]
+    assert store.lag() == 90, "what is there it has to tell"
+    store.told("Pod", obj("new", "2"), False)
+    assert store.lag() == 0
+
+
 def test_a_fingerprint_sees_edits_and_not_bookkeeping() -> None:
     before = {**obj("a"), "spec": {"replicas": 1}, "status": {"readyReplicas": 0}}
     busy = {**obj("a", "2"), "spec": {"replicas": 1}, "status": {"readyReplicas": 1}}

@@ -179,6 +179,53 @@ async def test_an_operator_that_restarts_goes_on_from_what_it_reads(server: Fake
     assert any(h["outcome"] == "Moved" for h in bench.news.reports[-1].status["history"])
 
 
+class Died(BaseException):
+    """The operator's process is gone: nothing may catch it."""
+
+
+@pytest.mark.parametrize("moment", ["before-it-is-sent", "before-the-answer", "before-the-report"])
+async def test_an_operator_that_dies_in_the_midst_of_a_move_is_followed(
+    server: FakeServer, bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str,
+) -> None:
+    """Whatever the pod got of it, the next one goes on from there: no drift, one writer, a lease on what is in force."""
+    await bench.poll()
+    before = server.board.target.max_batch_size
+    ask, publish, died = bench.client.put_knobs, bench.news.publish, []
+
+    async def dying(endpoint: Endpoint, request: Any) -> Any:
+        if moment == "before-the-answer":
+            await ask(endpoint, request)
+        died.append(request)
+        raise Died
+
+    def gone(subject: Subject, news: TuningReport) -> None:
+        died.append(news)
+        raise Died
+
+    if moment == "before-the-report":
+        monkeypatch.setattr(bench.news, "publish", gone)
+    else:
+        monkeypatch.setattr(bench.client, "put_knobs", dying)
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll(40.0)
+    assert died
+    arrived = moment != "before-it-is-sent"
+    assert server.board.target.max_batch_size == (9 if arrived else before)
+    monkeypatch.setattr(bench.client, "put_knobs", ask)
+    monkeypatch.setattr(bench.news, "publish", publish)
+
+    bench.saved, bench.epoch = json.loads(json.dumps(dict(bench.news.reports[-1].status))), EPOCH + 1
+    bench.fresh()
+    await bench.poll()
+    await bench.poll(40.0)
+    assert server.board.target.max_batch_size == (9 if arrived else before)
+    assert (server.board.fence.epoch, server.board.fence.seq) == (EPOCH + 1, 1)
+    assert bench.news.reports[-1].drift == ""
+    bench.law.moves = [{"max_batch_size": 7.0}]
+    await bench.poll()
+    assert server.board.target.max_batch_size == 7
+
+
 async def test_a_saved_state_of_another_version_is_dropped(bench: Bench) -> None:
     bench.saved = {"state": {"next_tick": None, "pods": {"chat-0": {"odd": 1}}}, "history": []}
     await bench.poll()

@@ -217,7 +217,11 @@ class Reconciler:
             for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
-            if e.status == 404:
+            if e.status == 404:  # it is gone, whatever the watches have told
+                namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
+                if self.store.get(names.KIND, namespace, name) is raw:
+                    self.store.drop(names.KIND, raw)
+                    self._forget(namespace, name)
                 return
             if e.status == 409:
                 fresh = await self.kube.get(names.KIND, raw["metadata"]["namespace"], raw["metadata"]["name"])
@@ -243,8 +247,9 @@ class Reconciler:
                 del self._applied[where]
         return bool(changed)
 
-    async def refresh(self, namespaces: tuple[str, ...]) -> None:
-        """List everything anew, and write the token Secrets once more: what no watch has told comes to light here."""
+    async def refresh(self, namespaces: tuple[str, ...], gap: bool = False) -> None:
+        """List everything anew, and write the token Secrets once more: what no watch has told comes to light here. `gap`:
+        because watches began anew, and what went before that they will not tell."""
         await self.discover()
         for kind in (*WATCHED, *sorted(self.kinds)):
             selector = None if kind == names.KIND else names.MANAGED_SELECTOR
@@ -256,7 +261,7 @@ class Reconciler:
                     raise
                 log.warning("%s is not listed: %s", kind, e)  # it went a moment ago, or the operator has no right to it
                 continue
-            self.store.replace(kind, listed, before, watched=kind in WATCHED)
+            self.store.replace(kind, listed, before, kind in WATCHED, gap)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
 

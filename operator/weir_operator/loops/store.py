@@ -82,9 +82,12 @@ class Store:
     def known(self, kind: str) -> dict[str, Object]:
         return dict(self._objects.get(kind, {}))
 
-    def replace(self, kind: str, listed: Iterable[Object], before: Mapping[str, Object], watched: bool = True) -> None:
+    def replace(
+        self, kind: str, listed: Iterable[Object], before: Mapping[str, Object], watched: bool = True, gap: bool = False,
+    ) -> None:
         """Take a fresh list of a kind as the truth about what was known `before` it was asked for. What watches told
-        meanwhile is newer: it is neither dropped nor brought back."""
+        meanwhile is newer: it is neither dropped nor brought back. After a `gap` a watch does not owe what went: it began
+        anew, and that is not in what it tells."""
         fresh = {key_of(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in listed}
         now = self.known(kind)
         for key in before.keys() - fresh.keys():
@@ -92,6 +95,9 @@ class Store:
                 self.drop(kind, before[key])
                 if watched:
                     self._untold[kind, key] = time.monotonic()
+        if gap:
+            for owed in [o for o in self._untold if o[0] == kind and o[1] not in self._objects.get(kind, {})]:
+                del self._untold[owed]
         for key, obj in fresh.items():
             if key in before and key not in now:
                 continue
