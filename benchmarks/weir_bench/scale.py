@@ -28,7 +28,7 @@ from typing import Any
 
 import aiohttp
 import psutil
-from control_plane_kit import ASSETS, NEEDED, ROOT, WRITES, Cluster, free_port, start_control_plane
+from control_plane_kit import ADMIN, ASSETS, NEEDED, ROOT, WRITES, Cluster, free_port, start_control_plane
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import load_kube_config
 
@@ -56,36 +56,34 @@ async def until(what: Callable[[], Any], seconds: float, why: str, every: float 
     return found
 
 
-class Seen:
-    """What a watch of one kind shows: when each object last changed, and how often; `objects` by name."""
-
-    def __init__(self, kube: Kube, url: str, token: str, kind: str) -> None:
-        self._kube, self._url, self._token, self._kind = kube, url, token, kind
-        self.objects: dict[str, dict[str, Any]] = {}
-
-    async def follow(self) -> None:
-        """Until cancelled."""
-        headers = {"Authorization": f"Bearer {self._token}", "User-Agent": "weir-bench"}
-        async with aiohttp.ClientSession(headers=headers, read_bufsize=2**22) as session:
-            target, query = self._url + path(self._kind, NAMESPACE), {"watch": "true", "timeoutSeconds": "3600"}
-            async with session.get(target, params=query, ssl=False, timeout=aiohttp.ClientTimeout(total=None)) as answer:
-                async for line in answer.content:
-                    event = json.loads(line)
-                    name = event["object"]["metadata"]["name"]
-                    if event["type"] == "DELETED":
-                        self.objects.pop(name, None)
-                    else:
-                        self.objects[name] = event["object"]
+async def follow(url: str, kind: str, objects: dict[str, dict[str, Any]]) -> None:
+    """Keep `objects`, by name, as a watch of their kind shows them. Until cancelled."""
+    headers = {"Authorization": f"Bearer {ADMIN}", "User-Agent": "weir-bench"}
+    async with aiohttp.ClientSession(headers=headers, read_bufsize=2**22) as session:
+        target, query = url + path(kind, NAMESPACE), {"watch": "true", "timeoutSeconds": "3600"}
+        async with session.get(target, params=query, ssl=False, timeout=aiohttp.ClientTimeout(total=None)) as answer:
+            async for line in answer.content:
+                event = json.loads(line)
+                name = event["object"]["metadata"]["name"]
+                if event["type"] == "DELETED":
+                    objects.pop(name, None)
+                else:
+                    objects[name] = event["object"]
 
 
 class Plane:
     """The cluster, its watches, and operators on it. An async context manager."""
 
     async def __aenter__(self) -> Plane:
-        self._stack = AsyncExitStack()
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+        async with AsyncExitStack() as stack:  # what was begun ends, too, where the rest cannot begin
+            await self._begin(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    async def _begin(self, stack: AsyncExitStack) -> None:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         self.cluster = Cluster(folder, f"https://127.0.0.1:{(port := free_port())}")
-        self._stack.callback(self._end)
+        stack.callback(self._end)
         await asyncio.to_thread(start_control_plane, self.cluster, port)
         kubectl, config = self.cluster.kubectl, str(self.cluster.kubeconfig)
         kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
@@ -99,13 +97,12 @@ class Plane:
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "pretended"}}
         kubectl("create", "-f", "-", stdin=json.dumps(node))
         os.environ["KUBECONFIG"] = config
-        fleet = await self._stack.enter_async_context(Child([sys.executable, "-m", "weir_bench.fleet"]))
+        fleet = await stack.enter_async_context(Child([sys.executable, "-m", "weir_bench.fleet"]))
         async with asyncio.timeout(30):
             if await anext(fleet.lines(), b"") != b"listening\n":
                 raise SystemExit(f"port {CONTROL_PORT} is taken at an address of {CIDR}")
         await load_kube_config(config, client_configuration=(settings := Configuration()))
-        self.kube = await self._stack.enter_async_context(Kube(settings))
-        return self
+        self.kube = await stack.enter_async_context(Kube(settings))
 
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
@@ -118,10 +115,10 @@ class Plane:
     @contextlib.asynccontextmanager
     async def watch(self, kind: str) -> AsyncIterator[dict[str, dict[str, Any]]]:
         """The objects of a kind by name, kept up to date while this lasts."""
-        seen = Seen(self.kube, self.cluster.url, "admin-token", kind)
-        following = asyncio.create_task(seen.follow())
+        objects: dict[str, dict[str, Any]] = {}
+        following = asyncio.create_task(follow(self.cluster.url, kind, objects))
         try:
-            yield seen.objects
+            yield objects
         finally:
             following.cancel()
             await asyncio.wait([following])

@@ -21,6 +21,7 @@ from weir_operator.io.apply import NotLeader, Writer, utc_now
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
 from weir_operator.loops.events import Recorder
+from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
 from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
@@ -94,26 +95,29 @@ class Reconciler:
     kinds: frozenset[str] = frozenset()
     _applied: dict[Where, Applied] = field(default_factory=dict)
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
+    pace: Pace = field(default_factory=Pace)
     events: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.events = Recorder(self.writer)
 
-    async def __call__(self, key: str) -> None:
-        """One pass. The status is written whatever came of it. Raises Retry where it has to be tried again."""
+    async def __call__(self, key: str) -> float:
+        """One pass; returns for how many seconds the resource shall rest. The status is written whatever came of it. Raises
+        Retry where it has to be tried again."""
         if not self.writer.may_write():
-            return  # whoever takes over passes over everything
+            return 0.0  # whoever takes over passes over everything
         namespace, name = key.split("/", 1)
         raw = self.store.get(names.KIND, namespace, name)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             self._forget(namespace, name)
-            return
+            return 0.0
         try:
             await self._pass(key, raw)
         except NotLeader:
-            return
+            pass
         except Unreachable as e:
             raise Retry(str(e)) from None
+        return self.pace.rest(key)
 
     async def _pass(self, key: str, raw: Object) -> None:
         try:
@@ -163,6 +167,7 @@ class Reconciler:
                 if kind not in KEPT and (kind, live["metadata"]["name"]) not in keep and owned_by(live, meta.uid):
                     await self.writer.delete(kind, live)
                     self.store.drop(kind, live)
+                    self.pace.wrote(key_of(meta.namespace, meta.name))
 
     async def _find(self, resource: InferenceDeployment, where: Where, absent: set[Where]) -> Object | None:
         """A child as it is: what the watches told, else what the API server says. `absent` spares asking twice in a pass.
@@ -204,6 +209,7 @@ class Reconciler:
                 self.store.drop(kind, live)
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise
+        self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))
         self.store.put(kind, left)
         self._applied[where] = Applied(wanted, fingerprint(left, counted))
 
@@ -214,6 +220,7 @@ class Reconciler:
             return
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
+            self.pace.wrote(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
             for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
@@ -232,6 +239,7 @@ class Reconciler:
     def _forget(self, namespace: str, name: str) -> None:
         key = key_of(namespace, name)
         self._failing.pop(key, None)
+        self.pace.forget(key)
         for known in [k for k in self.reports if k[0] == key]:
             del self.reports[known]
         for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name]:
