@@ -7,7 +7,11 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
 .PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity fuzz experiments scale clean
+=======
+.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity fuzz experiments bench clean
+>>>>>>> main
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -54,6 +58,9 @@ fuzz: $(VENV)/.dev  ## random walks of the engine against an oracle, a million s
 
 experiments: $(VENV)/.dev  ## every experiment on the engine, raw data into benchmarks/results (20 minutes, on a quiet machine)
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.experiments
+
+bench: $(VENV)/.dev  ## speed of serving beside llama.cpp's, ten minutes alone on the machine (BENCH='--full', LLAMA=folder, TRACES=folder)
+	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.serving $(BENCH) $(if $(LLAMA),--llama $(LLAMA)) $(if $(TRACES),--traces $(TRACES))
 
 lint: $(VENV)/.dev  ## ruff
 	$(BIN)/ruff check .

@@ -35,40 +35,7 @@ ROWS = "1,2,3,4,6,8,12,16,24,32,64,128"
 LAYERS = 30
 FMA_STEPS = 20000
 
-ROOFS = """
-#include <stddef.h>
-extern int omp_get_num_threads(void), omp_get_thread_num(void);
-typedef float vec __attribute__((vector_size(VECTOR), aligned(4)));
-enum { LANES = VECTOR / 4 };
-/* Sums n floats (n a multiple of 8 vectors). */
-float read_floats(const float *p, size_t n) {
-    float total = 0;
-#pragma omp parallel reduction(+ : total)
-    {
-        size_t units = n / (8 * LANES), t = omp_get_thread_num(), all = omp_get_num_threads();
-        vec s[8] = {{0}};
-        for (size_t i = units * t / all; i < units * (t + 1) / all; i++)
-            for (int j = 0; j < 8; j++) s[j] += *(const vec *)(p + (i * 8 + j) * LANES);
-        for (int j = 1; j < 8; j++) s[0] += s[j];
-        total += s[0][0];
-    }
-    return total;
-}
-/* `steps` x 12 multiply-adds of a vector, in each thread. */
-float multiply_add(size_t steps) {
-    float total = 0;
-#pragma omp parallel reduction(+ : total)
-    {
-        vec a[12], x = (vec){0} + 0.999f, y = (vec){0} + 1e-4f;
-        for (int j = 0; j < 12; j++) a[j] = (vec){0} + 1e-3f * j;
-        for (size_t i = 0; i < steps; i++)
-            _Pragma("GCC unroll 12") for (int j = 0; j < 12; j++) a[j] = a[j] * x + y;
-        for (int j = 1; j < 12; j++) a[0] += a[j];
-        total += a[0][0];
-    }
-    return total;
-}
-"""
+ROOFS = Path(__file__).resolve().parents[1] / "weir_bench" / "roofs.c"
 
 
 @dataclass(frozen=True)
@@ -82,10 +49,9 @@ class Roofs:
     def build(cls) -> Roofs:
         lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
         with tempfile.TemporaryDirectory() as folder:
-            source, built = Path(folder, "roofs.c"), Path(folder, "roofs.so")
-            source.write_text(ROOFS)
+            built = Path(folder, "roofs.so")
             flags = ["-O3", "-march=native", "-ffp-contract=fast", "-fopenmp", "-fPIC", f"-DVECTOR={lanes * 4}"]
-            subprocess.run(["cc", *flags, "-c", source, "-o", f"{built}.o"], check=True)
+            subprocess.run(["cc", *flags, "-c", ROOFS, "-o", f"{built}.o"], check=True)
             subprocess.run(["cc", "-shared", f"{built}.o", "-o", built], check=True)
             library = ctypes.CDLL(str(built))
         library.read_floats.argtypes = [ctypes.c_void_p, ctypes.c_size_t]

@@ -1,28 +1,31 @@
-"""Attention over paged KV in place, against gathering each row's pages first: a decode step of four rows.
+"""Attention over paged KV in place: a decode step's, against gathering each row's pages first, and against the read roof.
 
     PYTHONPATH=benchmarks python -m weir_bench.attention
 
 The kernel reads the pages where they lie. The rival does what a paged cache without such a kernel must: index_select of
 each layer's pages into buffers that were allocated once (out=), then torch's own scaled_dot_product_attention over them, on a
 pool laid out as it likes best. Both do every layer of the model once for each measurement, interleaved; beside them the rate
-at which this machine reads memory, in the same run.
+at which this machine reads memory, in the same run. Sixteen rows of 4,096 tokens are measured in place alone.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from weir_bench import results
+from weir_bench import results, roofs
 from weir_bench.inprocess import boot, load, quiet
 
-LENGTHS, BATCH, PAGE = (512, 4096), 4, 16
+CELLS, PAGE = ((4, 512, True), (4, 4096, True), (16, 4096, False)), 16
+"""Rows, tokens of each, and whether the rival takes part."""
 
 
-def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], int]:
+def contenders(model: Any, batch: int, length: int, rival: bool) -> tuple[dict[str, Callable[[], Any]], int]:
     """What to time, by name: attention in all layers; and the bytes of KV that it must read."""
     import torch
 
@@ -33,49 +36,40 @@ def contenders(model: Any, length: int) -> tuple[dict[str, Callable[[], Any]], i
     from weir_server.link.messages import Sampling
 
     c, pages = model.config, -(-(length + 1) // PAGE)
-    order = torch.randperm(BATCH * pages, generator=torch.Generator().manual_seed(1))
-    tables = (order + 2).view(BATCH, pages)  # pages of a row lie apart, as after some hours of service
-    pool = KvPool(c, PAGE, BATCH * pages + 2)
-    pool.flat.normal_()
+    order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(1))
+    tables = (order + 2).view(batch, pages)  # pages of a row lie apart, as after some hours of service
+    pool = KvPool(c, PAGE, batch * pages + 2)
+    pool.flat.uniform_(-1, 1)
     work = [
         RowWork([1], length, table.tolist(), True, Sampling(1), 0, [1] * (length + 1), length + 1) for table in tables
     ]
     backend = choose_backend(c, pool)
     results.moved({"paged kernel": backend.name == "cpu"})
     step = flatten(work, PAGE, c)
-    qkv = torch.randn(BATCH, (c.heads + 2 * c.kv_heads) * c.head_dim)
+    qkv = torch.randn(batch, (c.heads + 2 * c.kv_heads) * c.head_dim)
 
     def paged() -> Any:
         ops = backend.bind(step)
         return [ops.attention(layer=layer, qkv=qkv) for layer in range(c.layers)]
 
-    shape = (c.layers, 2, BATCH * pages + 2, PAGE, c.kv_heads, c.head_dim)
+    size = c.layers * 2 * batch * (length + 1) * c.kv_heads * c.head_dim * 4
+    if not rival:
+        return {"paged": paged}, size
+    shape = (c.layers, 2, batch * pages + 2, PAGE, c.kv_heads, c.head_dim)
     flat = torch.randn(shape)
-    rows = [torch.empty(BATCH * pages, *shape[3:]) for _ in range(2)]
-    q, index = qkv[:, : c.heads * c.head_dim].view(BATCH, c.heads, 1, c.head_dim), tables.flatten()
+    rows = [torch.empty(batch * pages, *shape[3:]) for _ in range(2)]
+    q, index = qkv[:, : c.heads * c.head_dim].view(batch, c.heads, 1, c.head_dim), tables.flatten()
 
     def gather() -> Any:
         out = []
         for layer in range(c.layers):
             for half, buffer in enumerate(rows):
                 torch.index_select(flat[layer, half], 0, index, out=buffer)
-            k, v = (b.view(BATCH, pages * PAGE, c.kv_heads, c.head_dim)[:, : length + 1].transpose(1, 2) for b in rows)
+            k, v = (b.view(batch, pages * PAGE, c.kv_heads, c.head_dim)[:, : length + 1].transpose(1, 2) for b in rows)
             out.append(torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
         return out
 
-    return {"paged": paged, "gather": gather}, c.layers * 2 * BATCH * (length + 1) * c.kv_heads * c.head_dim * 4
-
-
-def read_roof(seconds: float = 1.0) -> float:
-    """Bytes a second that summing a large array reads with all threads."""
-    import torch
-
-    data, best, end = torch.ones(64 << 20), 0.0, time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        start = time.perf_counter()
-        data.sum()
-        best = max(best, data.nbytes / (time.perf_counter() - start))
-    return best
+    return {"paged": paged, "gather": gather}, size
 
 
 def timed(run: Callable[[], Any]) -> float:
@@ -92,25 +86,32 @@ def main() -> None:
     import torch
 
     model, figures, raw = load(boot(args.model)), {}, {}
-    with Progress() as progress, torch.inference_mode():
-        for length in LENGTHS:
-            runs, size = contenders(model, length)
-            times: dict[str, list[float]] = {name: [] for name in runs}
+    with Progress() as progress, torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
+        program = roofs.build(Path(folder))
+        measured = [roofs.measure(program)] if program else []
+        for batch, length, rival in CELLS:
+            name = f"{batch} x {length}"
+            runs, size = contenders(model, batch, length, rival)
+            times: dict[str, list[float]] = {kind: [] for kind in runs}
             for run in runs.values():
                 run()
-            for _ in progress.track(range(args.repeats), description=f"{length} tokens, batch {BATCH}"):
-                for name, run in runs.items():
-                    times[name].append(timed(run))
-            medians = {name: results.spread(values)["median"] for name, values in times.items()}
-            figures[str(length)] = {
-                "gather_against_paged": medians["gather"] / medians["paged"],
-                "paged_gigabytes_per_second": size / medians["paged"] / 1e9,
-                **{f"{name}_seconds": seconds for name, seconds in medians.items()},
-            }
-            raw[str(length)] = times
-    figures["read_roof_gigabytes_per_second"] = read_roof() / 1e9
-    print(results.write("attention", {"figures": figures, "batch": BATCH, "page": PAGE, "seconds": raw}, args.output))
-    print(figures)
+            for _ in progress.track(range(args.repeats), description=f"{name} tokens"):
+                for kind, run in runs.items():
+                    times[kind].append(timed(run))
+            medians = {kind: results.spread(values)["median"] for kind, values in times.items()}
+            figures[name] = {
+                **({"gather_against_paged": medians["gather"] / medians["paged"]} if rival else {}),
+                "paged_bytes_per_second": size / medians["paged"],
+                **{f"{kind}_seconds": seconds for kind, seconds in medians.items()},
+            }  # fmt: skip
+            raw[name] = times
+            del runs
+            measured += [roofs.measure(program)] if program else []
+    roof = roofs.best(measured).read if measured else None
+    for cell in figures.values():
+        cell["read_roof_share"] = cell["paged_bytes_per_second"] / roof if roof else None
+    outcome = {"figures": figures, "page": PAGE, "read_roof": roof, "seconds": raw}
+    print(results.write("attention", outcome, args.output), figures)
 
 
 if __name__ == "__main__":

@@ -131,14 +131,16 @@ class Client:
         tail = b""
         async for chunk in answer.content.iter_any():
             tail = (tail + chunk)[-TAIL_BYTES:]
-            if b'"choices":[{' not in chunk and b'"choices": [{' not in chunk:
+            events = chunk.count(b'"choices":[{') + chunk.count(b'"choices": [{')
+            if not events:
                 continue  # keep-alive comments, usage, [DONE]
             now = self.now()
             if first is None:
-                first = now
+                first = last = now
                 outcome.ttft = now - outcome.offered
-            elif self.keep_gaps and last is not None:
-                outcome.gaps.append(now - last)
+                events -= 1
+            if self.keep_gaps and events:
+                outcome.gaps += [now - (last or now), *[0.0] * (events - 1)]  # what came together came at once
             last = now
         for event in _events(tail):
             if "error" in event:

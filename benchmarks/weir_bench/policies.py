@@ -10,7 +10,7 @@ measurement of this model on two AVX2 cores says, so hundreds of hours are minut
   fewest computed tokens). What counts is the preemption tax: the share of forward time that recomputes what was thrown away.
 - eviction: least recently used first, and most recently freed first. What counts is the share of prompt tokens found.
 
-The real model then runs one set of conversations under each pressure policy, in real time.
+The real model then runs the set of conversations that preempts most under each pressure policy, in real time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weir_bench import results
 from weir_bench.arrivals import prompt_ids
 from weir_bench.goodput import quantile
 from weir_bench.inprocess import Bench, boot, load, null_boot, quiet
-from weir_bench.watermark import converse, setup
+from weir_bench.watermark import converse, hardest, setup
 from weir_server.contract import Geometry, Plant
 from weir_server.exec.interface import RowResult, RowWork
 from weir_server.exec.null import NullModel, NullRunner
@@ -39,6 +39,7 @@ PAGE, SLOTS, CONTEXT = 16, 8, 2048
 BLOCKS = {"roomy": 420, "tight": 210}
 """Of KV cache: with the larger one prefixes compete for it, with the smaller one running rows do."""
 SYSTEMS, PAUSE = 8, 12.0
+LOOKED_AT = 20  # sets of conversations, for the one that presses most
 
 
 @dataclass(slots=True)
@@ -133,11 +134,15 @@ def simulate(seeds: int, minutes: float, rate: float, progress: Progress) -> lis
 
 def confirm(name: str, sets: int, progress: Progress) -> list[dict[str, Any]]:
     """The real model, in real time, under each pressure policy."""
-    values = setup()
+    values = {**setup(), "admission_watermark": 0.0}
+    counted = [
+        {"set": seed, **converse(Bench(null_boot(**values, pressure_policy=pressure), load(null_boot(**values))), seed)}
+        for seed in range(LOOKED_AT) for pressure in PRESSURES
+    ]
     model, cells = load(boot(name, **values)), []
-    for seed in progress.track(range(sets), description="the real model"):
+    for seed in progress.track(hardest(counted, sets), description="the real model"):
         for pressure in PRESSURES:
-            b = Bench(boot(name, **values, admission_watermark=0.0, pressure_policy=pressure), model)
+            b = Bench(boot(name, **values, pressure_policy=pressure), model)
             cell = converse(b, seed)
             tax = b.stats.recompute_seconds / b.stats.step["step_seconds"]
             cells.append({"pressure": pressure, "set": seed, "tax": tax, **cell})

@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +31,7 @@ def machine() -> dict[str, Any]:
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "kernel": platform.release(),
         "python": platform.python_version(),
-        "versions": {p: _version(p) for p in PACKAGES},
+        "versions": {p: version(p) for p in PACKAGES},
     }
 
 
@@ -58,6 +58,13 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "least": min(values), "most": max(values), "n": len(values)}
 
 
+def table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> list[str]:
+    """Lines of a Markdown table."""
+    lines = [[str(cell) for cell in line] for line in (head, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
 def moved(counters: Mapping[str, float]) -> None:
     """Ends the run where a counter of the mechanism under test did not move: what was measured then is something else."""
     if still := [name for name, value in counters.items() if not value]:
@@ -72,7 +79,8 @@ def _cpuinfo() -> dict[str, str]:
     return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Of an installed package; None where it is not."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

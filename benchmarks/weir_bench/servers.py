@@ -1,11 +1,10 @@
-"""Servers under measurement, as children: ours, and llama-server where a folder with it is given."""
+"""Servers under measurement, as children on loopback ports of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,12 +23,17 @@ from weir_server.contract import KnobsRequest
 READY_SECONDS = 180.0
 
 
+class ServerError(RuntimeError):
+    """A server that does not come up, or ended: one sentence with its last words."""
+
+
 @dataclass(slots=True)
 class Running:
     """A server that answers: its address, its control port (ours only), its processes."""
 
     url: str
     control_url: str
+    child: Child
     process: psutil.Process
     session: aiohttp.ClientSession
 
@@ -37,6 +41,20 @@ class Running:
         async with self.session.get(f"{self.control_url if control else self.url}{path}") as answer:
             answer.raise_for_status()
             return await answer.json()
+
+    async def text(self, path: str) -> str:
+        async with self.session.get(self.url + path) as answer:
+            answer.raise_for_status()
+            return await answer.text()
+
+    def log(self) -> str:
+        """What it wrote so far."""
+        return self.child.log.read_text(errors="replace") if self.child.log else ""
+
+    def cpu_seconds(self) -> float:
+        """Of it and its children so far."""
+        times = [p.cpu_times() for p in (self.process, *self.process.children(recursive=True))]
+        return sum(t.user + t.system for t in times)
 
     async def until(self, told: Callable[[dict[str, Any]], bool], seconds: float = 120.0) -> None:
         """Waits until the control window says what is asked for. Raises TimeoutError."""
@@ -61,52 +79,36 @@ async def weir(*flags: str, model: str = MODEL) -> AsyncIterator[Running]:
     """`weir-server serve` with `flags`, its control port on loopback without a token."""
     port, control = free_port(), free_port()
     command = [sys.executable, "-m", "weir_server", "serve", model, "--host=127.0.0.1", f"--port={port}"]
-    async with _running([*command, f"--control-port={control}", *flags], port, "/ready", control) as running:
+    async with started([*command, f"--control-port={control}", *flags], port, "/ready", control) as running:
         yield running
 
 
 @asynccontextmanager
-async def llama(folder: Path, model: Path, slots: int) -> AsyncIterator[Running]:
-    """llama-server on the same machine with as many slots, F32 weights and KV cache, and as many threads as cores."""
-    port, threads = free_port(), str(psutil.cpu_count(logical=True))
-    command = [
-        folder / "llama-server", "-m", model, "--host", "127.0.0.1", "--port", str(port), "-np", str(slots),
-        "-c", str(2048 * slots), "-t", threads, "-tb", threads, "-ctk", "f32", "-ctv", "f32", "--cont-batching", "--no-webui",
-    ]
-    async with _running(command, port, "/health", port, paths=folder) as running:
-        yield running
-
-
-def quantized(folder: Path, source: Path, kind: str, target: Path) -> Path:
-    """`source` converted by llama-quantize, e.g. to F32."""
-    subprocess.run([folder / "llama-quantize", "--allow-requantize", source, target, kind], check=True, capture_output=True,
-                   env={"LD_LIBRARY_PATH": str(folder)}, timeout=300)
-    return target
-
-
-@asynccontextmanager
-async def _running(
-    command: Sequence[str | Path], port: int, path: str, control: int, paths: Path | None = None,
+async def started(
+    command: Sequence[str | Path], port: int, path: str, control: int | None = None, every: float = 0.2,
 ) -> AsyncIterator[Running]:
+    """The server that `command` starts, once `path` on its `port` answers 200; asked `every` so many seconds.
+
+    Raises ServerError where it ends first or does not answer within READY_SECONDS."""
     with tempfile.TemporaryDirectory(prefix="weir-bench-") as folder:
-        log = Path(folder) / "server.log"
-        if paths:
-            command = ["env", f"LD_LIBRARY_PATH={paths}", *command]
-        async with Child(command, log=log) as child, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session:
+        async with (
+            Child(command, log=Path(folder) / "server.log") as child,
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as session,
+        ):
             url = f"http://127.0.0.1:{port}"
-            await _answering(child, session, url + path)
-            yield Running(url, f"http://127.0.0.1:{control}", psutil.Process(child.process.pid), session)
+            await _answering(child, session, url + path, every)
+            yield Running(url, f"http://127.0.0.1:{control or port}", child, psutil.Process(child.process.pid), session)
 
 
-async def _answering(child: Child, session: aiohttp.ClientSession, url: str) -> None:
+async def _answering(child: Child, session: aiohttp.ClientSession, url: str, every: float) -> None:
     deadline = asyncio.get_running_loop().time() + READY_SECONDS
     while asyncio.get_running_loop().time() < deadline and child.ended is None:
         with contextlib.suppress(aiohttp.ClientError):
             async with session.get(url) as answer:
                 if answer.status == 200:
                     return
-        await asyncio.sleep(0.2)
-    raise RuntimeError(f"the server does not serve: {child.last_words()}")
+        await asyncio.sleep(every)
+    raise ServerError(f"{Path(child.command[0]).name} does not serve: {child.last_words()}")
 
 
 def free_port() -> int:

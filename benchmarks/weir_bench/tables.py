@@ -1,4 +1,4 @@
-"""The figures in docs/benchmarks.md, from the raw data beside it: what has been measured stands there, and nothing else.
+"""The figures in docs/benchmarks.md and README.md, from the raw data: what has been measured stands there, nothing else.
 
     PYTHONPATH=benchmarks python -m weir_bench.tables
 """
@@ -6,21 +6,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from weir_bench import results
+from weir_bench.results import table
+from weir_bench.serving import report
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).resolve().parents[2]
 BEGIN, END = "<!-- figures: weir_bench.tables -->", "<!-- end of figures -->"
-Rows = Iterable[Iterable[Any]]
-
-
-def table(head: Iterable[str], rows: Rows) -> list[str]:
-    lines = [list(head), *([str(cell) for cell in row] for row in rows)]
-    lines.insert(1, ["---"] * len(lines[0]))
-    return [f"| {' | '.join(line)} |" for line in lines]
+"""What lies between them on a page is generated."""
 
 
 def overhead(d: dict[str, Any]) -> list[str]:
@@ -36,14 +34,15 @@ def overhead(d: dict[str, Any]) -> list[str]:
 
 
 def attention(d: dict[str, Any]) -> list[str]:
-    f = d["figures"]
-    head = ("tokens of context", "in place, ms", "gathered, ms", "ratio", "GB/s read in place")
+    head = ("rows x tokens", "in place, ms", "gathered, ms", "ratio", "GB/s read in place", "of the read roof")
     rows = [
-        (n, f"{c['paged_seconds'] * 1e3:.2f}", f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}",
-         f"{c['paged_gigabytes_per_second']:.1f}")
-        for n, c in f.items() if isinstance(c, dict)
+        (n, f"{c['paged_seconds'] * 1e3:.2f}", *((f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}")
+         if "gather_seconds" in c else ("–", "–")), f"{c['paged_bytes_per_second'] / 1e9:.1f}",
+         f"{c['read_roof_share']:.0%}" if c["read_roof_share"] else "–")
+        for n, c in d["figures"].items()
     ]  # fmt: skip
-    return [*table(head, rows), "", f"Roof of reading memory in the same run: {f['read_roof_gigabytes_per_second']:.1f} GB/s."]
+    roof = f"{d['read_roof'] / 1e9:.1f} GB/s" if d["read_roof"] else "not measured"
+    return [*table(head, rows), "", f"Roof of reading memory in the same run: {roof}."]
 
 
 def prefix(d: dict[str, Any]) -> list[str]:
@@ -78,10 +77,6 @@ def policies(d: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
     real = "; ".join(f"{n} {', '.join(f'{t:.1%}' for t in taxes)}" for n, taxes in d["figures"]["real tax"].items())
     return [*table(head, rows), "", f"Tax on the real model, in real time: {real}."]
-
-
-def serving(d: dict[str, Any]) -> list[str]:
-    return table(("ratio", ""), [(n.replace("_", " "), f"{v:.2f}") for n, v in d["figures"].items()])
 
 
 def memory(d: dict[str, Any]) -> list[str]:
@@ -134,7 +129,7 @@ def churn(d: dict[str, Any]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
-    "policies": policies, "serving": serving, "memory": memory, "fuzz": fuzz, "scale": scale, "churn": churn,
+    "policies": policies, "memory": memory, "fuzz": fuzz, "scale": scale, "churn": churn, **report.SECTIONS,
 }  # fmt: skip
 
 
@@ -151,17 +146,29 @@ def render(folder: Path) -> str:
                   f"{m['load_average'][0]}.", ""]  # fmt: skip
         try:
             lines += [*section(d), ""]
-        except KeyError as e:
-            lines += [f"Written by an older form of the command (no {e}): run it again.", ""]
+        except (KeyError, msgspec.ValidationError) as e:
+            lines += [f"Written by an older form of the command ({e}): run it again.", ""]
     return "\n".join(lines)
 
 
+def generate(folder: Path, root: Path = ROOT) -> None:
+    """Both pages under `root`, from the raw data in `folder`."""
+    for page, text in (("docs/benchmarks.md", render(folder)), ("README.md", "\n".join(report.readme(folder)))):
+        if text:
+            (root / page).write_text(between((root / page).read_text(), text))
+
+
+def between(page: str, text: str) -> str:
+    """`page` with `text` between its marks. Raises ValueError where it has none."""
+    before, mark, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not mark or not end:
+        raise ValueError(f"a page needs {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{text.strip()}\n\n{END}{after}"
+
+
 def main() -> None:
-    args = results.arguments("tables", __doc__, model=False).parse_args()
-    text = PAGE.read_text()
-    before, _, rest = text.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    PAGE.write_text(f"{before}{BEGIN}\n\n{render(args.output)}\n{END}{after}")
+    generate(results.arguments("tables", __doc__, model=False).parse_args().output)
 
 
 if __name__ == "__main__":
