@@ -47,6 +47,25 @@ def test_a_window_with_a_hole_inside_a_group_is_no_window() -> None:
         c.Window.from_wire(wire)
 
 
+@pytest.mark.parametrize("lie", [None, "7", [1], {"a": 1}, float("nan"), float("inf"), 10**400], ids=str)
+@pytest.mark.parametrize("where", [
+    ("queued",), ("monotonic",), ("step", "steps"), ("products", "np"), ("finished", "stop"), ("head_wait_seconds", "kv"),
+    ("refused",), ("refused", "queue_full"), ("refused", "queue_full", "slots"), ("finished",), ("histograms", "ttft"),
+    ("histograms", "ttft", "counts"), ("histograms", "ttft", "first"), ("target", "max_batch_size"), ("envelope",),
+], ids=".".join)
+def test_what_is_no_number_makes_no_window(where: tuple[str, ...], lie: object) -> None:
+    """One pod that lies is silent; its lies do not reach the law, where they would stop its neighbours' tuning."""
+    wire = json.loads(json.dumps(window().to_wire()))
+    group = wire
+    for name in where[:-1]:
+        group = group[name]
+    group[where[-1]] = lie
+    if where[-1] in ("finished", "queue_full") and lie == {"a": 1}:
+        return  # numbers, under another name
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        c.Window.from_wire(wire)
+
+
 @given(st.floats(1e-6, 1e5))
 def test_a_value_lies_within_its_bucket(value: float) -> None:
     i = c.hist_index(value)
