@@ -2,22 +2,20 @@
 
     PYTHONPATH=benchmarks:tests/unit python -m weir_bench.fleet
 
-Each address has knobs of its own under the server's own rules, and an idle server's window; it lets in who comes first. The
-range lies in 127.0.0.0/8, all of which is this machine: no interface, no route and no rights are needed.
+Each address has knobs of its own under the server's own rules, and an idle server's window; it lets in who comes first. Its
+caller sees to it that all of CIDR is local (`scale`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import socket
 
 from aiohttp import web
 from fake_server import FakeServer
 
 from weir_server.contract import CONTROL_PORT
 
-CIDR = "127.89.0.0/20"
+CIDR = "10.89.0.0/16"
 
 
 class Fleet:
@@ -43,9 +41,7 @@ async def main() -> None:
     app.router.add_route("*", "/{path:.*}", Fleet().handle)
     runner = web.AppRunner(app, access_log=None, keepalive_timeout=300)
     await runner.setup()
-    for address in ipaddress.ip_network(CIDR).hosts():
-        listener = socket.create_server((str(address), CONTROL_PORT), backlog=8)
-        await web.SockSite(runner, listener).start()
+    await web.TCPSite(runner, "0.0.0.0", CONTROL_PORT, backlog=1024).start()
     print("listening", flush=True)
     await asyncio.Event().wait()
 
