@@ -160,6 +160,7 @@ def start_control_plane(cluster: Cluster, port: int) -> None:
         "controllers", f"{ASSETS}/kube-controller-manager", f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false",
         f"--service-account-private-key-file={folder}/sa.key", f"--cert-dir={folder}/kcm", "--bind-address=127.0.0.1",
         f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400",
+        "--node-monitor-period=1s", "--node-monitor-grace-period=8s",  # a node without a word for so long is lost
     )
 
 

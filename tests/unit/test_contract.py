@@ -78,8 +78,11 @@ def test_histogram_survives_the_wire(values: list[float]) -> None:
     h = c.Histogram()
     for v in values:
         h.observe(v)
+    buckets = [c.hist_index(v) for v in values]
+    assert h.counts == [buckets.count(i) for i in range(c.HIST_EDGES + 1)]
+    assert len(h.filled) == (max(buckets) - min(buckets) + 1 if values else 0), "without its empty ends"
     back = c.Histogram.from_wire(json.loads(json.dumps(h.to_wire())))
-    assert back.counts == h.counts
+    assert back.counts == h.counts and back.filled == h.filled
     assert back.count == len(values)
 
 

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import uuid
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.plan import parse
 from weir_operator.tuner.types import Decision, Move, Outcome, Record, TunerState
+from weir_server.contract import Histogram
 
 EPOCH = 7 * 2**16
 
@@ -224,6 +226,19 @@ async def test_an_operator_that_dies_in_the_midst_of_a_move_is_followed(
     bench.law.moves = [{"max_batch_size": 7.0}]
     await bench.poll()
     assert server.board.target.max_batch_size == 7
+
+
+async def test_readings_of_a_pod_hold_in_common_what_did_not_change(server: FakeServer, bench: Bench) -> None:
+    """There are 66 of every pod: 2 GB for a thousand pods if each stood alone."""
+    await bench.poll()
+    server.counters = {"queued": 3, "histograms": {**server.window().histograms, "ttft": Histogram(5, array("q", [3]), 1.0)}}
+    await bench.poll()
+    old, new = (p.window for p in bench.news.rounds[-1].pods["chat-0"].polls)
+    assert new.monotonic > old.monotonic and (old.queued, new.queued) == (0, 3), "each says what it read"
+    assert (old.histograms["ttft"].count, new.histograms["ttft"].count) == (0, 3)
+    for name in ("step", "products", "target", "envelope", "refused", "settled", "instance"):
+        assert getattr(new, name) is getattr(old, name), name
+    assert new.histograms["tpot"] is old.histograms["tpot"]
 
 
 async def test_a_saved_state_of_another_version_is_dropped(bench: Bench) -> None:
