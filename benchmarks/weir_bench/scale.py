@@ -213,8 +213,8 @@ async def answered(plane: Plane, boots: dict[str, Any], name: str, seconds: int,
     return time.monotonic() - began
 
 
-async def many(count: int, seconds: float, changes: int) -> dict[str, Any]:
-    """All Ready; standing still; changes; a leader killed."""
+async def many(count: int, seconds: float, changes: int, keep: Callable[[dict[str, Any]], object]) -> None:
+    """All Ready; standing still; changes; a leader killed. After each, `keep` gets the figures that there are."""
     figures: dict[str, Any] = {"resources": count}
     every = [f"r-{i:04d}" for i in range(count)]
     async with Plane() as plane:
@@ -225,19 +225,19 @@ async def many(count: int, seconds: float, changes: int) -> dict[str, Any]:
                 await until(lambda: sum(map(is_ready, resources.values())) == count, 300, "all are Ready", 0.2)
                 figures["ready_seconds"] = time.monotonic() - first.began
                 figures["cpu_seconds_until_ready"] = first.cpu
-                print(figures, flush=True)
+                keep(figures)
                 figures |= await _still(plane, first, count, seconds)
-                print(figures, flush=True)
+                keep(figures)
                 took = [await answered(plane, boots, every[i * count // changes], 3) for i in range(changes)]
                 figures["change_seconds"], figures["changes"] = at(took), changes
-                print(figures, flush=True)
+                keep(figures)
                 async with Run(plane, "second") as second:
                     await _leads(second, 0)
                     await asyncio.sleep(5)
                     first.process.send_signal(signal.SIGKILL)
                     figures["takeover_seconds"] = await answered(plane, boots, every[1], 7)
                     figures["takeover_rss_bytes"] = second.rss
-    return figures
+                    keep(figures)
 
 
 async def _leads(run: Run, whether: int) -> None:
@@ -329,10 +329,14 @@ def main() -> None:
     if missing:
         raise SystemExit(f"KUBEBUILDER_ASSETS must name a folder with {', '.join(missing)}")
     in_a_network_of_its_own()
+
+    def keep(figures: dict[str, Any]) -> None:
+        print(results.write("scale", {"figures": figures}, args.output), figures, flush=True)
+
     if args.churn:
         print(results.write("churn", {"figures": asyncio.run(churn(args.churn, args.wave))}, args.output))
     else:
-        print(results.write("scale", {"figures": asyncio.run(many(args.count, args.seconds, args.changes))}, args.output))
+        asyncio.run(many(args.count, args.seconds, args.changes, keep))
 
 
 if __name__ == "__main__":
