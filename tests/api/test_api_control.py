@@ -140,6 +140,33 @@ def test_keys_and_tokens(start, tmp_path: Path):
     assert "Traceback" not in own.output()
 
 
+def test_api_keys_rotate_under_traffic(start, tmp_path: Path):
+    """The old key ends for new requests at once; what it began goes on to its end."""
+    keys = _with(tmp_path / "keys", "team-a:old\n")
+    own = start("--api-key-file", str(keys), "--ctx-size", "4096").wait_until_serving()
+    old, new = ({"Authorization": f"Bearer {key}"} for key in ("old", "new"))
+
+    def status(headers: dict[str, str]) -> int:
+        body = {"prompt": "The", "max_tokens": 1, "temperature": 0}
+        return requests.post(own.url + "/v1/completions", json=body, headers=headers, timeout=60).status_code
+
+    assert (status(old), status(new), status({})) == (200, 401, 401)
+    running = [Stream(own, asking=old, max_tokens=400) for _ in range(2)]
+    for stream in running:
+        wait_for(lambda s=stream: len(s.events) > 2)
+    os.replace(_with(tmp_path / "next", "old\nnew\n"), keys)  # both, while clients change over
+    assert (status(old), status(new)) == (200, 200)
+    os.replace(_with(tmp_path / "next", "new\n"), keys)
+    assert (status(old), status(new)) == (401, 200)
+    assert all(stream.events[-1] != "[DONE]" for stream in running), "the rotation was to fall into them"
+    for stream in running:
+        stream.join()
+        assert stream.status == 200 and stream.error is None and stream.events[-1] == "[DONE]" and len(stream.events) > 300
+    keys.unlink()
+    assert (status(new), requests.get(own.url + "/ready").status_code) == (401, 200)
+    assert "Traceback" not in own.output()
+
+
 def _with(path: Path, text: str) -> Path:
     path.write_text(text)
     return path

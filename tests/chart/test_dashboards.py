@@ -103,6 +103,18 @@ def test_every_expression_is_promql(tmp_path: Path) -> None:
     call(needed("promtool"), "check", "rules", str(file))
 
 
+def test_the_rules_of_the_page_on_autoscaling_are_prometheus_rules(tmp_path: Path) -> None:
+    page = (ROOT / "docs/autoscaling.md").read_text()
+    [rules] = [text for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL) if text.startswith("groups:")]
+    (tmp_path / "rules.yaml").write_text(rules)
+    call(needed("promtool"), "check", "rules", str(tmp_path / "rules.yaml"))
+    queries = re.findall(r"query: '(.*)'", page)
+    assert len(queries) == 2
+    recorded = [{"record": f"r{i}", "expr": query} for i, query in enumerate(queries)]
+    (tmp_path / "queries.yaml").write_text(yaml.safe_dump({"groups": [{"name": "g", "rules": recorded}]}))
+    call(needed("promtool"), "check", "rules", str(tmp_path / "queries.yaml"))
+
+
 def test_the_dashboards_show_what_they_promise() -> None:
     boards = {file.stem: json.loads(file.read_text()) for file in FILES}
     assert set(boards) == {"fleet", "deployment"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import uuid
@@ -13,6 +14,7 @@ import pytest
 from control_plane_kit import ASSETS, NEEDED, ROOT, Cluster, Operator, free_port, start_control_plane
 
 sys.path.insert(0, str(ROOT / "tests" / "unit"))
+OPTIONAL_CRDS = os.environ.get("WEIR_OPTIONAL_CRDS", "")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,3 +81,14 @@ def operator(cluster: Cluster) -> Iterator[Operator]:
     if made.process and made.process.poll() is None:
         made.stop()
     assert "Traceback" not in made.log, made.log
+
+
+@pytest.fixture
+def optional_kinds(cluster: Cluster) -> Iterator[None]:
+    """Definitions of Prometheus Operator's and KEDA's kinds, for as long as a test runs."""
+    if not OPTIONAL_CRDS:
+        pytest.skip("set WEIR_OPTIONAL_CRDS to a folder with the CRDs of Prometheus Operator and KEDA")
+    cluster.kubectl("apply", "--server-side", "-f", OPTIONAL_CRDS)
+    cluster.kubectl("wait", "--for=condition=Established", "-f", OPTIONAL_CRDS, "--timeout=30s")
+    yield
+    cluster.kubectl("delete", "-f", OPTIONAL_CRDS)

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,30 @@ def edit(cluster: Cluster, namespace: str, seconds: int) -> None:
 def acted(cluster: Cluster, namespace: str, seconds: int) -> bool:
     """Whether the operator has carried that change out."""
     return f"ttft: {seconds}.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"]
+
+
+@contextmanager
+def watching_replicas(cluster: Cluster, namespace: str) -> Iterator[list[int]]:
+    """Every number of pods that the Deployment has had, as a watch tells it."""
+    seen: list[int] = []
+    command = [
+        f"{ASSETS}/kubectl", "--kubeconfig", str(cluster.kubeconfig), "get", "deployment", "chat", "-n", namespace, "-w",
+        "-o", "jsonpath={.spec.replicas}{'\\n'}",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        def read() -> None:
+            assert process.stdout is not None
+            seen.extend(int(line) for line in process.stdout if line.strip())
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        try:
+            wait(lambda: len(seen) > 0, why="the watch tells")
+            yield seen
+        finally:
+            process.terminate()
+            reader.join(10)
+
+
+def replicas(cluster: Cluster, namespace: str) -> int:
+    return int(cluster.get("deployment", "chat", namespace)["spec"]["replicas"])

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 import yaml
 from control_plane_kit import ASSETS, ROOT, Cluster, resource, wait
-from test_rights import another, optional_kinds
+from test_rights import another
 
 CHART = ROOT / "charts/weir"
-__all__ = ["optional_kinds"]  # a fixture
 CRD = "inferencedeployments.weir.dev"
 Helm = Callable[..., subprocess.CompletedProcess[str]]
 

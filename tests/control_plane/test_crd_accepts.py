@@ -40,6 +40,14 @@ ACCEPTED = {
     "a ScaledObject": {"autoscaling": {
         "mode": "External", "scaler": "ScaledObject", "maxReplicas": 9, "prometheus": "http://prometheus.monitoring:9090",
     }},
+    "the operator's own count": {"autoscaling": {"mode": "Internal", "minReplicas": 2, "maxReplicas": 9}},
+    "the operator's own count, by a preset": {
+        "autoscaling": {"mode": "Internal", "maxReplicas": 9}, "slo": None, "tuning": {"preset": "latency"},
+    },
+    "an envelope that grows": {
+        "engine": {"limits": {"maxBatchSize": 8}}, "tuning": {"envelope": "Roll", "knobs": {"maxBatchSize": {"max": 64}}},
+    },
+    "the dtype that is served": {"model": {"source": "file:///m", "dtype": "float32"}},
     "rollout in percent": {"rollout": {"maxSurge": "25%", "maxUnavailable": "100%", "progressDeadline": "1h"}},
     "evict none": {"disruption": {"maxUnavailable": 0}},
     "a load balancer": {"service": {"type": "LoadBalancer", "port": 80, "annotations": {"a/b": "c"}, "headless": True}},
@@ -112,6 +120,26 @@ REFUSED = {
         {"autoscaling": {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 2}}, "a ScaledObject needs prometheus",
     ),
     "fewest above most": ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "minReplicas must not exceed maxReplicas"),
+    "envelope that grows from nothing": (
+        {"tuning": {"envelope": "Roll", "knobs": {"maxBatchSize": {"max": 64}}}}, "tuning.envelope Roll needs",
+    ),
+    "envelope that grows without an end": (
+        {"engine": {"limits": {"maxBatchSize": 8}}, "tuning": {"envelope": "Roll"}}, "tuning.envelope Roll needs",
+    ),
+    "start above an envelope that grows": (
+        {"engine": {"limits": {"maxBatchSize": 8}},
+         "tuning": {"envelope": "Roll", "knobs": {"maxBatchSize": {"initial": 9, "max": 64}}}},
+        "tuning.knobs.maxBatchSize.initial must not exceed engine.limits.maxBatchSize",
+    ),
+    "envelope": ({"tuning": {"envelope": "Grow"}}, 'spec.tuning.envelope: Unsupported value: "Grow"'),
+    "own count without an end": ({"autoscaling": {"mode": "Internal"}}, "mode Internal needs maxReplicas"),
+    "own count without an aim": (
+        {"autoscaling": {"mode": "Internal", "maxReplicas": 2}, "slo": None}, "Internal needs slo or tuning.preset",
+    ),
+    "own count beside a scaler": (
+        {"autoscaling": {"mode": "Internal", "scaler": "HorizontalPodAutoscaler", "maxReplicas": 2}},
+        "mode must be External with it",
+    ),
     "autoscaling mode": ({"autoscaling": {"mode": "On"}}, "spec.autoscaling.mode: Unsupported value: \"On\""),
     "rollout that cannot begin": ({"rollout": {"maxSurge": 0}}, "maxSurge and maxUnavailable must not both be 0"),
     "rollout that cannot begin, in percent": ({"rollout": {"maxSurge": "0%"}}, "no pod could ever be replaced"),
@@ -169,6 +197,16 @@ REFUSED = {
     "drain of nothing": ({"drain": {"timeout": ""}}, "spec.drain.timeout"),
     "context too small": ({"model": {"source": "file:///m", "maxModelLen": 100}}, "spec.model.maxModelLen"),
     "policy": ({"imagePullPolicy": "Sometimes"}, "spec.imagePullPolicy: Unsupported value"),
+    "dtype that is not served": (
+        {"model": {"source": "file:///m", "dtype": "bfloat16"}}, 'spec.model.dtype: Unsupported value: "bfloat16"',
+    ),
+    **{  # what other servers have and this one does not yet: refused by name, not taken and forgotten
+        f"{where}.{field}": (
+            {where: {**({"source": "file:///m"} if where == "model" else {}), field: "x"}},
+            f'unknown field "spec.{where}.{field}"',
+        )
+        for where, field in (("model", "quantization"), ("engine", "attentionBackend"), ("engine", "speculative"))
+    },
     "unknown field": ({"replicaCount": 2}, "unknown field \"spec.replicaCount\""),
     "template is no object": ({"template": "x"}, "spec.template"),
 }

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import yaml
-from control_plane_kit import ASSETS, Cluster, Operator, child, condition, make_ready, resource, settled, wait
+from control_plane_kit import (
+    Cluster,
+    Operator,
+    child,
+    condition,
+    make_ready,
+    replicas,
+    resource,
+    settled,
+    wait,
+    watching_replicas,
+)
 
 
 def patch(cluster: Cluster, namespace: str, change: Any) -> None:
@@ -59,33 +66,6 @@ def test_a_newer_operator_restarts_nothing_until_the_users_next_change(cluster: 
     assert third.stop() == 0
     for one in (first, second, third):
         assert "Traceback" not in one.log
-
-
-@contextmanager
-def watching_replicas(cluster: Cluster, namespace: str) -> Iterator[list[int]]:
-    """Every number of pods that the Deployment has had, as a watch tells it."""
-    seen: list[int] = []
-    command = [
-        f"{ASSETS}/kubectl", "--kubeconfig", str(cluster.kubeconfig), "get", "deployment", "chat", "-n", namespace, "-w",
-        "-o", "jsonpath={.spec.replicas}{'\\n'}",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
-        def read() -> None:
-            assert process.stdout is not None
-            seen.extend(int(line) for line in process.stdout if line.strip())
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        try:
-            wait(lambda: len(seen) > 0, why="the watch tells")
-            yield seen
-        finally:
-            process.terminate()
-            reader.join(10)
-
-
-def replicas(cluster: Cluster, namespace: str) -> int:
-    return int(cluster.get("deployment", "chat", namespace)["spec"]["replicas"])
 
 
 def test_the_number_of_pods_is_handed_to_an_autoscaler_and_back_without_a_dip(

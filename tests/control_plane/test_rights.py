@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import time
 import uuid
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,8 @@ from control_plane_kit import ADMIN, ASSETS, ROOT, Cluster, Operator, child, con
 from weir_operator.io.logs import KEYS
 
 HELM = Path(ASSETS, "helm")
-OPTIONAL_CRDS = os.environ.get("WEIR_OPTIONAL_CRDS", "")
 Right = tuple[str, str, str]
 """API group, resource with its subresource, verb."""
-
-
-@pytest.fixture
-def optional_kinds(cluster: Cluster) -> Iterator[None]:
-    """Definitions of Prometheus Operator's and KEDA's kinds, for as long as a test runs."""
-    if not OPTIONAL_CRDS:
-        pytest.skip("set WEIR_OPTIONAL_CRDS to a folder with the CRDs of Prometheus Operator and KEDA")
-    cluster.kubectl("apply", "--server-side", "-f", OPTIONAL_CRDS)
-    cluster.kubectl("wait", "--for=condition=Established", "-f", OPTIONAL_CRDS, "--timeout=30s")
-    yield
-    cluster.kubectl("delete", "-f", OPTIONAL_CRDS)
 
 
 def rendered(own: str, *values: str) -> list[dict[str, Any]]:
@@ -153,6 +139,11 @@ def there(cluster: Cluster, namespace: str) -> set[str]:
     return {kind for kind in OPTIONAL_CHILDREN if child(cluster, namespace, kind)}
 
 
+def pods(cluster: Cluster, namespace: str) -> list[str]:
+    listed = cluster.kubectl("get", "pods", "-n", namespace, "-l", "weir.dev/name=chat", "-o", "json").stdout
+    return sorted(p["metadata"]["name"] for p in json.loads(listed)["items"])
+
+
 def refusal(cluster: Cluster, namespace: str) -> str:
     ready = condition(cluster, namespace, "Ready")
     return ready["message"] if ready.get("reason") == "ApplyRefused" else ""
@@ -194,6 +185,16 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "scaledobject", "podmonitor"}, 60, "the other scaler")
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 60)
+    cluster.apply(resource(**EVERYTHING, replicas=2), namespace)
+    two = wait(lambda: len(found := pods(cluster, namespace)) == 2 and found, 60, "two pods")
+    cluster.apply(resource(**EVERYTHING, autoscaling={"mode": "Internal", "maxReplicas": 3}), namespace)
+    wait(lambda: condition(cluster, namespace, "AutoscalerOwned")["reason"] == "ByOperator", 60, "the operator's own number")
+    assert operator.stop() == 0
+    decided = {"desiredReplicas": 1, "tuning": {"replicas": {"leaving": two[:1]}}}  # by a process that died then
+    cluster.kubectl("patch", "infd", "chat", "-n", namespace, "--subresource=status", "--type=merge", "-p",
+                    json.dumps({"status": decided}))
+    operator.start(*where, "--log-format=json", scope=False)
+    wait(lambda: len(pods(cluster, namespace)) == 1, 60, "one of them ends")
     said = ""
     for wrong in ({"resources": {"limits": {"memory": "x"}}}, {"ports": [{"containerPort": 99999}]}):
         broken = {"spec": {"containers": [{"name": "server", **wrong}]}}

@@ -80,6 +80,11 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     ({"autoscaling": {"mode": "External", "scaler": "HorizontalPodAutoscaler"}}, "a scaler needs maxReplicas"),
     ({"autoscaling": {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 2}}, "needs prometheus"),
     ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "spec.autoscaling: minReplicas must not exceed maxReplicas"),
+    ({"tuning": {"envelope": "Roll"}}, "spec: tuning.envelope Roll needs engine.limits.maxBatchSize, where it begins"),
+    ({"tuning": {"envelope": "Roll", "knobs": {"maxBatchSize": {"max": 9, "initial": 9}}}, "engine": {
+        "limits": {"maxBatchSize": 8}}}, "tuning.knobs.maxBatchSize.initial must not exceed engine.limits.maxBatchSize"),
+    ({"autoscaling": {"mode": "Internal"}}, "spec.autoscaling: mode Internal needs maxReplicas"),
+    ({"autoscaling": {"mode": "Internal", "maxReplicas": 2}}, "spec: autoscaling.mode Internal needs slo or tuning.preset"),
     ({"rollout": {"maxSurge": "0%"}}, "spec.rollout: maxSurge and maxUnavailable must not both be 0"),
     ({"disruption": {"maxUnavailable": "101%"}}, "must be a number of pods or a percentage"),
     ({"sidecar": True}, "spec: sidecar: true puts the server beside your application"),

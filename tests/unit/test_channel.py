@@ -6,9 +6,10 @@ import socket
 
 import pytest
 
+from weir_server.cli.child import run_over
 from weir_server.contract import Knobs
 from weir_server.link.channel import MAX_FRAME, AsyncChannel, Channel, ChannelClosed, frame
-from weir_server.link.messages import Admitted, Boot, Cancel, Fatal, Finished, Report, Sampling, Stats, Submit, Tokens
+from weir_server.link.messages import Admitted, Boot, Cancel, Fatal, Finished, Quit, Report, Sampling, Stats, Submit, Tokens
 
 KNOBS = Knobs(4, 1 << 30, 0.01, 32)
 SUBMIT = Submit(7, list(range(3000)), Sampling(max_tokens=5, logit_bias={3: -1.5}), 12.5, n=2)
@@ -40,6 +41,19 @@ def test_what_was_sent_before_the_end_is_read_before_the_end_is_told():
     assert channel.recv(None) == [Cancel(1)]
     with pytest.raises(ChannelClosed):
         channel.recv(None)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_a_parent_that_gives_up_at_once_is_heard_before_the_model_is_loaded(together: bool):
+    ours, theirs = socket.socketpair()
+    boot, end = frame(Boot(model="/nowhere.gguf", threads=1)), frame(Quit())
+    theirs.sendall(boot + end if together else boot)
+    if not together:
+        theirs.sendall(end)
+    assert run_over(Channel(ours)) == 0
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):  # not a word about the model
+        theirs.recv(1)
 
 
 def test_sending_to_a_dead_parent_raises():

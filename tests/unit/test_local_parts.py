@@ -71,6 +71,19 @@ def test_a_server_that_ended_is_a_pod_that_crashed(deployment: LocalDeployment) 
     )
 
 
+@pytest.mark.parametrize("mode", ["Internal", "External"])
+def test_the_number_of_servers_is_fixed_here_whoever_would_set_it_in_a_cluster(tmp_path: Path, mode: str) -> None:
+    raw = yaml.safe_load(EXAMPLE.read_text())
+    raw["spec"]["autoscaling"] = {"mode": mode, "minReplicas": 2, "maxReplicas": 4}
+    made = LocalDeployment(parse(raw), "127.0.0.1", 0, tmp_path, tmp_path, "token")
+    owner = condition(made, "AutoscalerOwned")
+    assert (len(made.servers), made.status["desiredReplicas"]) == (2, 2)
+    assert (owner["status"], owner["reason"]) == ("False", "FixedHere")
+    assert made.subject().replicas is None, "the tuner is not asked for another number"
+    with pytest.raises(NotHere, match="replicas are fixed"):
+        made.patch({"spec": {"autoscaling": {"minReplicas": 3}}})
+
+
 def test_the_token_is_in_the_status_file_alone(deployment: LocalDeployment) -> None:
     assert deployment.with_processes()["processes"][0]["token"] == "token"
     assert "processes" not in deployment.object()

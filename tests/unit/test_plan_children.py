@@ -34,11 +34,13 @@ HUB = {"source": "hf://acme/tiny@main"}
 MODEL = {"source": "file:///models/m.gguf"}
 SCALER = {"mode": "External", "scaler": "ScaledObject", "maxReplicas": 4, "prometheus": "http://prometheus:9090"}
 APP = {"spec": {"containers": [{"name": "app", "image": "app:1"}]}}
+GROWS = {"engine": {"limits": {"maxBatchSize": 8}}, "tuning": {"knobs": {"maxBatchSize": {"max": 8}}}}
 # field of the spec → (a value, does it restart pods?[, what it is a change of])
 RESTARTS = {
     "model.source": ({"model": {"source": "file:///models/other.gguf"}}, True),
     "model.servedName": ({"model": {**MODEL, "servedName": "x"}}, True),
     "model.maxModelLen": ({"model": {**MODEL, "maxModelLen": 4096}}, True),
+    "model.dtype": ({"model": {**MODEL, "dtype": "float32"}}, True),
     "model.endpoint": ({"model": {**HUB, "endpoint": "https://hub.example"}}, True, {"model": HUB}),
     "model.sha256": (
         {"model": {"source": "hf://acme/tiny/m.gguf", "sha256": "0" * 64}}, True, {"model": {"source": "hf://acme/tiny/m.gguf"}},
@@ -77,6 +79,9 @@ RESTARTS = {
     "slo.percentile": ({"slo": {"ttft": "2s", "tpot": "40ms", "percentile": 90}}, False),
     "tuning.preset": ({"tuning": {"preset": "latency"}}, False),
     "tuning.mode": ({"tuning": {"mode": "Advise"}}, False),
+    "tuning.envelope": (
+        {"tuning": {"envelope": "Roll", **GROWS["tuning"]}, "engine": GROWS["engine"]}, False, {**GROWS},
+    ),
     "tuning.paused": ({"tuning": {"paused": True}}, False),
     **{
         f"tuning.knobs.{knob}.{end}": ({"tuning": {"knobs": {knob: {end: value}}}}, False)
@@ -224,7 +229,7 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     serve = get_command(app)
     known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
     everything = resource(
-        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512},
+        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512, "dtype": "float32"},
         engine={
             "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0, "threads": 1,
             "prefillGrantInterval": 0, "prefixCaching": False, "scheduler": "prefill_first", "preemption": "lowest-priority",

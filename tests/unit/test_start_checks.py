@@ -67,8 +67,27 @@ def test_a_drain_of_the_boot_file_that_no_timer_could_wait_for(tmp_path: Path):
 def test_keys_from_the_flag_and_from_a_file(tmp_path: Path):
     file = tmp_path / "keys"
     file.write_text("# ours\nalpha\n\nbob: beta \n")
-    assert read_keys("gamma\n", str(file)) == (b"gamma", b"alpha", b"beta")
-    assert read_keys(None, None) == ()
+    for key, keys in (("gamma\n", (b"gamma", b"alpha", b"beta")), (None, (b"alpha", b"beta"))):
+        found = read_keys(key, str(file))
+        assert found is not None and found() == keys
+    assert read_keys(None, None) is None
+
+
+def test_keys_rotate_and_a_file_that_cannot_be_used_lets_nobody_in(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    file = tmp_path / "keys"
+    file.write_text("alpha\n")
+    found = read_keys("own", str(file))
+    assert found is not None
+    both = (b"alpha", b"bravo")
+    for content, keys in (("bravo\n", both[1:]), ("", ()), ("a:\n", ()), ("\n", ()), ("alpha\nbravo\n", both)):
+        file.write_text(content)  # in place, of the same length, within one tick of the clock: all of it counts
+        assert found() == found() == (b"own", *keys)
+    file.unlink()
+    assert found() == found() == (b"own",)
+    file.write_bytes(b"\xff")
+    assert found() == (b"own",)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 5, "each once"
 
 
 @pytest.mark.parametrize(("key", "lines", "words"), [

@@ -264,3 +264,14 @@ def test_a_long_text_is_encoded_beside_other_threads():
     thread.join()
     assert ids == [1] * 500_000
     assert during > 100
+
+
+@pytest.mark.parametrize("ends", ["x", True, -1, 2.5, [2, "x"], {"id": 2}])
+def test_an_end_that_is_no_token_is_refused(tmp_path: Path, ends: object):
+    """Passed over in silence, text would not end."""
+    for name in ("generation_config.json", "config.json"):
+        folder = tmp_path / name.split(".")[0]
+        folder.mkdir()
+        path = directory(folder, **{name: {"eos_token_id": ends}})
+        with pytest.raises(ModelError, match=rf"{name} sets eos_token_id = "):
+            load_defaults(path, load_tokenizer(path))

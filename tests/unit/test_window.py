@@ -13,7 +13,8 @@ from law_kit import BOOT, SPEC, FlowPod, Loop, started, with_boot
 
 import weir_operator.tuner
 from weir_operator.tuner import mix, window
-from weir_operator.tuner.types import Poll
+from weir_operator.tuner.replicas import least_cached
+from weir_operator.tuner.types import PodView, Poll
 from weir_operator.tuner.window import LONGEST, READS, Span, back_to, fresh, gather, readings
 from weir_server.contract import Window
 
@@ -49,6 +50,7 @@ def test_the_list_of_fields_that_the_law_reads_is_true(monkeypatch):
     loop.run(60)
     loop.pod.memory_used, loop.pod.kv_rows = 10, 3
     loop.run(120)
+    least_cached({"p": PodView("p", "x", None, tuple(loop.polls))}, 1)  # how many pods, and which, goes by the same windows
     assert set(READS) <= {f.name for f in fields(Window)}
     assert seen == set(READS)
 

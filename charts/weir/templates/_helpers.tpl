@@ -81,8 +81,8 @@ A child that may be asked for and not asked for is deleted by name; the others g
   resources: [secrets] # written, never read
   verbs: [create, patch]
 - apiGroups: [""]
-  resources: [pods]
-  verbs: [list, watch]
+  resources: [pods] # patched with what their end would cost, before one of them ends
+  verbs: [list, watch, patch]
 - apiGroups: [""]
   resources: [events]
   verbs: [get, create, patch]

@@ -47,6 +47,12 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
     "AutoscalerOwned": {
         "OnDeployment": "An autoscaler on the Deployment sets the number of pods; spec.replicas is not read.",
         "BySpec": "spec.replicas is the number of pods; autoscalers whose target is this resource write it there.",
+        "ByOperator": "The operator sets the number of pods, status.desiredReplicas; spec.replicas is not read.",
+        "AtMaximum": "The operator sets the number of pods, and more are needed than autoscaling.maxReplicas allows.",
+        "CapacityUnknown": (
+            "The operator sets the number of pods and holds it: too few pods answer, or nothing is known of what one can do."
+        ),
+        "FixedHere": "Local mode starts a fixed number of servers: nothing on this machine spreads requests over more.",
     },
     "IntegrationsReady": {
         "Complete": "Whatever the spec asks for of other projects' kinds is made.",

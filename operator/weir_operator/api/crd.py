@@ -88,6 +88,9 @@ _TUNING = {
         }}, "Effective values of the first pod, by name, that answers."),
         "pods": {"type": "array", "maxItems": 50, "description": "Each pod's knobs as read back.", "items": _OPEN},
         "history": {"type": "array", "maxItems": 20, "description": "The last decisions, newest first.", "items": _OPEN},
+        "replicas": _described(_OPEN, "What came of the last look at the number of pods, where the operator sets it."),
+        "proposal": _described(_OPEN, "A larger engine.limits.maxBatchSize that is predicted to serve better."),
+        "envelope": _described(_OPEN, "What that limit has grown to, where tuning.envelope is Roll."),
         "state": _described(_OPEN, "What the tuner resumes from after a restart."),
     },
 }
@@ -100,6 +103,7 @@ def _status_schema() -> dict[str, Any]:
         "properties": {
             "observedGeneration": {"type": "integer", "format": "int64", "description": "The spec that this status is about."},
             "replicas": _described(_INTEGER, "Pods that exist."),
+            "desiredReplicas": _described(_INTEGER, "Pods that are wanted now, whoever says so."),
             "readyReplicas": _described(_INTEGER, "Pods that serve."),
             "selector": {"type": "string", "description": "Label selector of the pods, for the scale subresource."},
             "url": {"type": "string", "description": "Where clients inside the cluster send requests."},

@@ -105,5 +105,9 @@ class Tuning(Part):
     """Auto moves the knobs; Advise only records what it would have done; Disabled leaves the start values in force."""
     paused: bool = False
     """Hold the present values: no move until it is false again."""
+    envelope: Literal["Keep", "Roll"] = "Keep"
+    """What becomes of a batch that is predicted to be better than engine.limits.maxBatchSize allows. Keep: it is said in
+    status.tuning.proposal. Roll: that limit is where it begins, and it grows up to knobs.maxBatchSize.max by rolling restarts,
+    each doubling it at most, at most one an hour."""
     knobs: Knobs = Field(default_factory=Knobs)
     """Bounds and start values of the knobs."""

@@ -78,6 +78,8 @@ class Model(Part):
     """The id under /v1/models, byte for byte. Default: the file's name, or ORG/NAME of a Hub's repository."""
     max_model_len: Annotated[int, Field(ge=512, le=2_000_000)] | None = None
     """Longest prompt plus answer of one row, in tokens. Default: what the model was trained for."""
+    dtype: Literal["float32"] | None = None
+    """Type that the weights are computed in. The server has this one; others are refused here until it serves them."""
     endpoint: Annotated[str, Field(max_length=512, pattern="^https?://[^/ ]+(/[^ ]*)?$")] | None = None
     """Another Hub than huggingface.co for hf:// (as HF_ENDPOINT), or another service than AWS for s3://."""
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None

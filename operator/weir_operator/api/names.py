@@ -25,6 +25,9 @@ DOWNLOADER = "fetch"
 
 HANDOFF_MANAGER = "weir-handoff"
 """Keeps the number of pods between our letting go of it and an autoscaler's taking it up."""
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+"""By which a ReplicaSet chooses among pods that serve: the cheapest ends first, and one without it costs 0."""
+CHEAP = "-1000"
 UPGRADE_ANNOTATION = f"{GROUP}/upgrade"
 PINNED_ANNOTATION = f"{GROUP}/pinned"
 

@@ -85,6 +85,7 @@ _SCALER_RULES: tuple[Rule, ...] = (
         "a ScaledObject needs prometheus, the server that it asks",
     ),
     ("!has(self.maxReplicas) || self.minReplicas <= self.maxReplicas", "minReplicas must not exceed maxReplicas"),
+    ("self.mode != 'Internal' || has(self.maxReplicas)", "mode Internal needs maxReplicas"),
 )
 
 
@@ -93,20 +94,21 @@ class Autoscaling(Part):
 
     model_config = {"json_schema_extra": rules(*_SCALER_RULES)}
 
-    mode: Literal["Disabled", "External"] = "Disabled"
+    mode: Literal["Disabled", "Internal", "External"] = "Disabled"
     """Disabled: `spec.replicas` is the number of pods; `kubectl scale` and autoscalers whose target is this resource write it
-    there. External: an autoscaler whose target is the Deployment owns it, and `spec.replicas` is not read."""
+    there. Internal: the operator sets it, from what is offered over what one pod can do within the objectives. External: an
+    autoscaler whose target is the Deployment owns it. In the last two `spec.replicas` is where a first Deployment begins."""
     scaler: Literal["HorizontalPodAutoscaler", "ScaledObject"] | None = None
     """An autoscaler on the Deployment that the operator makes. Absent: you bring one. The HorizontalPodAutoscaler reads the
     pods' metric weir_requests_waiting, which an adapter must serve; the ScaledObject asks Prometheus for it and needs KEDA."""
     min_replicas: Annotated[int, Field(ge=1, le=10_000)] = 1
-    """Fewest pods of the scaler that the operator makes."""
+    """Fewest pods: of mode Internal, and of the scaler that the operator makes."""
     max_replicas: Annotated[int, Field(ge=1, le=10_000)] | None = None
-    """Most pods of the scaler that the operator makes."""
+    """Most pods: of mode Internal, and of the scaler that the operator makes."""
     waiting_per_pod: Annotated[int, Field(ge=1, le=100_000)] = 4
-    """What it aims at: rows that wait for admission, as a mean over the pods."""
+    """What the scaler aims at: rows that wait for admission, as a mean over the pods."""
     scale_down_stabilization: up_to("1h") = "5m"  # type: ignore[valid-type]
-    """It scales in only to what was enough for so long, at most 1h."""
+    """Fewer pods only where they were enough for so long, at most 1h."""
     prometheus: Annotated[str, Field(max_length=512, pattern="^https?://[^ ]+$")] | None = None
     """Address of the Prometheus that a ScaledObject asks."""
 
@@ -116,6 +118,7 @@ class Autoscaling(Part):
             self.scaler and self.mode != "External", self.scaler and self.max_replicas is None,
             self.scaler == "ScaledObject" and not self.prometheus,
             self.max_replicas is not None and self.min_replicas > self.max_replicas,
+            self.mode == "Internal" and self.max_replicas is None,
         )
         for broken, (_, message) in zip(wrong, _SCALER_RULES, strict=True):
             if broken:
@@ -206,15 +209,25 @@ class NetworkPolicy(Part):
     """NetworkPolicyPeers that may reach port 8080. Empty: everybody."""
 
 
+_GROWS = ("maxBatchSize", "max")
+"""With tuning.envelope Roll the limit is where it begins, and this is how far it may grow."""
+_ENDLESS = (
+    "tuning.envelope Roll needs engine.limits.maxBatchSize, where it begins, and tuning.knobs.maxBatchSize.max, how far it may "
+    "grow"
+)
+
+
 def _inside_limit(knob: str, end: str, limit: str, compare: str) -> Rule:
     """A knob's value against the envelope that holds it, where both are given."""
     inside, value = f"self.engine.limits.{limit}", f"self.tuning.knobs.{knob}.{end}"
     paths = [".".join(p.split(".")[:n]) for p in (inside, value) for n in range(2, p.count(".") + 2)]
     absent = " || ".join(f"!has({path})" for path in dict.fromkeys(paths))
     message = f"tuning.knobs.{knob}.{end} must not exceed engine.limits.{limit}"
-    return f"{absent} || {compare.format(knob=value, limit=inside)}", message
+    grows = "self.tuning.envelope == 'Roll' || " if (knob, end) == _GROWS else ""
+    return f"{grows}{absent} || {compare.format(knob=value, limit=inside)}", message
 
 
+_AIMLESS = "autoscaling.mode Internal needs slo or tuning.preset: what a pod can do is counted within the objectives"
 _LONELY = "sidecar: true puts the server beside your application: template must have its containers"
 
 
@@ -227,7 +240,13 @@ class Spec(Part):
             _inside_limit("kvCacheBudget", end, "kvCache", "quantity(string({knob})).compareTo(quantity(string({limit}))) <= 0")
             for end in ENDS
         ),
+        (
+            "self.tuning.envelope != 'Roll' || "
+            "(has(self.engine.limits.maxBatchSize) && has(self.tuning.knobs.maxBatchSize.max))",
+            _ENDLESS,
+        ),
         ("!self.sidecar || has(self.template)", _LONELY),
+        ("self.autoscaling.mode != 'Internal' || has(self.slo) || has(self.tuning.preset)", _AIMLESS),
     )}
 
     model: Model
@@ -270,14 +289,24 @@ class Spec(Part):
 
     @model_validator(mode="after")
     def _inside_limits(self) -> Any:
-        limits, knobs = self.engine.limits, self.tuning.knobs
+        limits, knobs, grows = self.engine.limits, self.tuning.knobs, self.tuning.envelope == "Roll"
+        if grows and (limits.max_batch_size is None or knobs.max_batch_size.max is None):
+            raise ValueError(_ENDLESS)
         for name in ENDS:
             value = getattr(knobs.max_batch_size, name)
+            if grows and ("maxBatchSize", name) == _GROWS:
+                continue
             if value is not None and limits.max_batch_size is not None and value > limits.max_batch_size:
                 raise ValueError(f"tuning.knobs.maxBatchSize.{name} must not exceed engine.limits.maxBatchSize")
             budget = getattr(knobs.kv_cache_budget, name)
             if budget is not None and limits.kv_cache is not None and parse_bytes(budget) > parse_bytes(limits.kv_cache):
                 raise ValueError(f"tuning.knobs.kvCacheBudget.{name} must not exceed engine.limits.kvCache")
+        return self
+
+    @model_validator(mode="after")
+    def _aims_at_something(self) -> Any:
+        if self.autoscaling.mode == "Internal" and self.slo is None and self.tuning.preset is None:
+            raise ValueError(_AIMLESS)
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from weir_operator.loops.tuner import TunerSettings
+from weir_operator.tuner.replicas import LEAST_TICK
 
 app = typer.Typer(
     name="weir-operator", no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich", add_completion=True,
@@ -29,6 +30,10 @@ Lease = Annotated[float, typer.Option(
     help="How long a pod keeps tuned knobs when the operator is gone; then it returns to its fallback.",
 )]
 
+ReplicaTick = Annotated[float, typer.Option(
+    "--replica-tick-seconds", envvar="WEIR_REPLICA_TICK_SECONDS", min=0.2,
+    help="Time between two looks at the number of pods; four ticks, if that is longer.",
+)]
 Log = Annotated[Path | None, typer.Option(
     "--decision-log", envvar="WEIR_DECISION_LOG",
     help="Append every reading and decision to this file as JSON lines, for `weir-operator replay`; - is standard output. "
@@ -42,13 +47,13 @@ def fail(sentence: str, status: int = 2) -> NoReturn:
     raise typer.Exit(status)
 
 
-def settings_of(tick: float, poll: float, lease: float) -> TunerSettings:
+def settings_of(tick: float, poll: float, lease: float, replicas: float = LEAST_TICK) -> TunerSettings:
     """Checks what the options together must satisfy. Raises typer.Exit with one line."""
     if poll > tick:
         fail(f"--poll-seconds {poll:g} must not exceed --tick-seconds {tick:g}")
     if lease < 2 * poll:
         fail(f"--lease-seconds {lease:g} must be at least twice --poll-seconds {poll:g}: leases are renewed at polls")
-    return TunerSettings(tick=tick, poll=poll, lease=lease)
+    return TunerSettings(tick=tick, poll=poll, lease=lease, replicas=replicas)
 
 
 @app.command()
@@ -66,6 +71,7 @@ def run(
         "--log-format", envvar="WEIR_LOG_FORMAT", help="Log lines for people, or one JSON object a line.",
     )] = "text",
     decision_log: Log = None, tick_seconds: Tick = 30.0, poll_seconds: Poll = 5.0, lease_seconds: Lease = 180.0,
+    replica_tick_seconds: ReplicaTick = LEAST_TICK,
 ) -> None:
     """Run in a cluster: watch InferenceDeployments, keep their objects as declared, tune their pods.
 
@@ -73,7 +79,7 @@ def run(
     """
     from weir_operator.cli.run import run_operator
 
-    settings = settings_of(tick_seconds, poll_seconds, lease_seconds)
+    settings = settings_of(tick_seconds, poll_seconds, lease_seconds, replica_tick_seconds)
     namespaces = tuple(namespace or ())
     raise typer.Exit(run_operator(namespaces, server_image, health_port, settings, log_format, decision_log, fail))
 

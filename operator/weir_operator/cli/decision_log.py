@@ -76,7 +76,11 @@ class DecisionLog:
         for gone in [known for known in self._controls if known[0] == of and known[1] not in round_.pods]:
             del self._controls[gone]
         spec, pods = round_.spec.to_json(), list(round_.pods)
-        self._line({"of": of, "now": round_.now, "spec": spec, "pods": pods, **outcome(round_.decision)})
+        line = {"of": of, "now": round_.now, "spec": spec, "pods": pods, **outcome(round_.decision)}
+        if (count := round_.count) and count.decision.outcome:  # told, not decided again by a replay
+            told = {k: getattr(count.decision, k) for k in ("desired", "outcome", "reason", "offered", "capacity")}
+            line["replicas"] = {"before": count.before, **told}
+        self._line(line)
 
     def _line(self, value: dict[str, Any]) -> None:
         self._file.write(orjson.dumps(value, option=orjson.OPT_NON_STR_KEYS) + b"\n")

@@ -81,6 +81,18 @@ class Writer:
         target = path("Deployment", meta["namespace"], meta["name"])
         return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.HANDOFF_MANAGER, force="true"))
 
+    async def annotate(self, kind: str, observed: Mapping[str, Any], notes: Mapping[str, str | None]) -> None:
+        """Set annotations of an object that is not ours to apply; None takes one away. Fenced by its uid alone, since its
+        status changes often; one that is gone needs none. Raises ApiError."""
+        meta = observed["metadata"]
+        body = {"metadata": {"uid": meta["uid"], "annotations": dict(notes)}}
+        target = path(kind, meta["namespace"], meta["name"])
+        try:
+            await self._write("PATCH", target, body, MERGE, fieldManager=names.FIELD_MANAGER)
+        except ApiError as e:
+            if e.status not in (404, 409):
+                raise
+
     async def delete(self, kind: str, observed: Mapping[str, Any]) -> None:
         """Delete a child that is no longer wanted, if it still is what was observed. Raises ApiError."""
         meta = observed["metadata"]

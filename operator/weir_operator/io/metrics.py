@@ -41,6 +41,13 @@ DECISIONS = Counter("weir_tuner_decisions", "Outcomes of decisions, one for each
 MOVES = Counter("weir_tuner_moves", "Knobs set, by how it went.", ["knob", "result"])
 KNOB = Gauge("weir_tuner_knob", "Effective value as read back.", [*_RESOURCE, "pod", "knob"])
 
+REPLICAS = Gauge("weir_tuner_replicas", "Pods wanted, where the operator sets their number.", _RESOURCE)
+LOAD = Gauge(
+    "weir_tuner_load_ratio",
+    "Rows offered over what the pods that answer can serve within the objectives, wherever the knobs stand; "
+    "absent while unknown, and where spec.autoscaling.mode is Disabled.", _RESOURCE,
+)
+
 CONDITIONS = ("Ready", "Available", "Degraded", "MetricsAvailable", "SLOMet", "Saturated", "Paused", "KnobsUnsupported")
 """Exported of each resource: what alerts and overviews ask for."""
 

@@ -29,8 +29,9 @@ from weir_operator.loops.rounds import Rounds
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.store import Store, key_of, owned_by
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
-from weir_operator.plan.observed import TuningReport
+from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.replicas import internal, wanted_replicas
 from weir_operator.plan.trouble import is_ready, is_running
 from weir_server.contract import CONTROL_PORT
 
@@ -80,6 +81,9 @@ class ClusterSink:
                 continue
             message = f"{', '.join(f'{k}={v:g}' for k, v in sorted(move.knobs.items()))} ({move.rule})"
             self._reconciler.events.tell(raw, "KnobsMoved", message)
+        if raw is not None and (count := round_.count) and count.decision.outcome and count.changed:
+            said = f"{count.before} → {count.decision.desired}: {count.decision.reason}"
+            self._reconciler.events.tell(raw, count.decision.outcome.value, said)
 
 
 class Subjects:
@@ -102,7 +106,14 @@ class Subjects:
                 for pod in self._store.pods(where)
                 if is_running(pod) and pod["status"].get("podIP") and _belongs(self._store, pod, resource.metadata.uid, where)
             )
-            yield Subject(where, resource, endpoints, resource.status.get("tuning") or {})
+            yield Subject(where, resource, endpoints, resource.status.get("tuning") or {}, self._count(where, resource))
+
+    def _count(self, where: str, resource: InferenceDeployment) -> int | None:
+        """How many pods are wanted, where the operator sets that and the Deployment is there."""
+        deployment = self._store.get("Deployment", *where.split("/", 1))
+        if not internal(resource) or deployment is None or not owned_by(deployment, resource.metadata.uid):
+            return None
+        return wanted_replicas(resource, Observed(deployment=deployment))
 
     def _read(self, where: str, raw: Mapping[str, Any]) -> InferenceDeployment | None:
         """The typed resource, read once for each version: this runs at every poll."""

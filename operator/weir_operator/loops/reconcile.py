@@ -28,6 +28,7 @@ from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.replicas import marks
 from weir_operator.plan.status import invalid_status, status
 
 log = logging.getLogger(__name__)
@@ -158,7 +159,10 @@ class Reconciler:
         """Have exactly the children that are wanted. Raises NameTaken, Retry, ApiError."""
         meta, absent = resource.metadata, set[Where]()
         await self._find(resource, ("Deployment", meta.namespace, meta.name), absent)  # its pods keep what it was made with
-        wanted = children(resource, defaults, self._observed(resource))
+        seen = self._observed(resource)
+        for pod, cost in marks(resource, seen):
+            await self.writer.annotate("Pod", pod, {names.DELETION_COST: cost})
+        wanted = children(resource, defaults, seen)
         for manifest in wanted:
             await self._child(resource, manifest, absent)
         keep = {(m["kind"], m["metadata"]["name"]) for m in wanted}
@@ -221,6 +225,8 @@ class Reconciler:
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
             self.pace.wrote(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
+            if rows := _grown(raw.get("status") or {}, status):
+                self.events.tell(raw, "EnvelopeGrown", f"pods are restarted one by one with a batch of at most {rows} rows")
             for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
@@ -272,6 +278,12 @@ class Reconciler:
             self.store.replace(kind, listed, before, kind in WATCHED, gap)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
+
+
+def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
+    """The batch limit that pods are going to be restarted with, where that was just decided."""
+    old, new = (((status.get("tuning") or {}).get("envelope") or {}).get("maxBatchSize") for status in (before, after))
+    return new if new != old else None
 
 
 def _ours(live: Object, resource: InferenceDeployment) -> bool:

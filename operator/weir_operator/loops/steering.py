@@ -15,8 +15,10 @@ from typing import Any
 
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.scrape import ControlClient, Endpoint, OtherContract, Refused, Silent
+from weir_operator.loops.replicas import Count
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.tuning import MIN_FINISHED
+from weir_operator.tuner.envelope import Proposal
 from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
 from weir_server.contract import KNOBS, ControlState, Knobs, KnobsRequest, Window
 
@@ -29,12 +31,14 @@ VERIFIED_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """One deployment to steer: its resource and the control ports of its pods. `saved`: status.tuning as last written."""
+    """One deployment to steer: its resource and the control ports of its pods. `saved`: status.tuning as last written.
+    `replicas`: how many pods are wanted, None where that is not the operator's to say."""
 
     key: str
     resource: InferenceDeployment
     endpoints: tuple[Endpoint, ...]
     saved: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int | None = None
 
     @property
     def identity(self) -> tuple[str, str]:
@@ -68,6 +72,8 @@ class Steering:
 
     state: TunerState
     history: list[dict[str, Any]]
+    count: Count = field(default_factory=Count)
+    proposal: Proposal = field(default_factory=Proposal)
     pods: dict[str, Pod] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
     published_at: float | None = None
@@ -81,7 +87,7 @@ class Steering:
         except (KeyError, TypeError, ValueError, AttributeError):
             log.warning("the tuner's saved state is of another version: starting from the pods' present values")
             state = TunerState()
-        return cls(state, [dict(h) for h in saved.get("history", ())])
+        return cls(state, [dict(h) for h in saved.get("history", ())], Count.resumed(saved))
 
 
 def in_common(new: Window, old: Window | None) -> Window:

@@ -15,12 +15,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from weir_operator.io.metrics import DECISIONS, KNOB, MOVES, POLLS, READ_AT
+from prometheus_client import Gauge
+
+from weir_operator.io.metrics import DECISIONS, KNOB, LOAD, MOVES, POLLS, READ_AT, REPLICAS
 from weir_operator.io.scrape import ControlClient
+from weir_operator.loops.replicas import Counted
 from weir_operator.loops.steering import Pod, Steering, Subject, poll, request_for, send
 from weir_operator.plan.observed import TuningReport
-from weir_operator.plan.tuning import came_out, knobs_status, remembered, report, tuner_spec, visible
+from weir_operator.plan.tuning import (
+    came_out,
+    counted,
+    knobs_status,
+    proposed,
+    remembered,
+    report,
+    scaled,
+    tuner_spec,
+    visible,
+)
+from weir_operator.tuner.envelope import propose
 from weir_operator.tuner.law import decide
+from weir_operator.tuner.replicas import LEAST_TICK, load_ratio
 from weir_operator.tuner.types import Decision, Outcome, PodView, Record, TunerSpec, TunerState
 
 log = logging.getLogger(__name__)
@@ -42,6 +57,7 @@ class TunerSettings:
     poll: float = 5.0
     lease: float = 180.0
     spread: float = 0.0  # share of the poll interval over which the deployments' polls are spread
+    replicas: float = LEAST_TICK  # between two looks at the number of pods, if not four ticks are longer
     report: float | None = None  # least time between two published reports of one deployment; None: as fits a cluster
 
     @property
@@ -60,6 +76,7 @@ class Round:
     decision: Decision
     failed: dict[str, str]  # pod → why its move was not applied
     records: tuple[Record, ...]  # the decision's, as they came out
+    count: Counted | None = None  # the number of pods, where the operator sets it
 
 
 def _phase(uid: str) -> float:
@@ -99,6 +116,16 @@ def _show_reading(key: str, ready: Sequence[Pod], now: float) -> None:
             READ_AT.remove(*labels)
 
 
+def _show_number(key: str, name: Gauge, value: float | None) -> None:
+    """A gauge of one resource; None: there is nothing to say."""
+    labels = key.split("/", 1)
+    if value is not None:
+        name.labels(*labels).set(value)
+    else:
+        with contextlib.suppress(KeyError):
+            name.remove(*labels)
+
+
 class TunerLoop:
     """Steers every subject each poll interval. One that fails does not touch the others; one that hangs holds back the next
     poll of all of them, by the few seconds that a request may take."""
@@ -129,6 +156,8 @@ class TunerLoop:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
             _show_reading(gone[0], [], self._clock())
+            for gauge in (REPLICAS, LOAD):
+                _show_number(gone[0], gauge, None)
         results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
         for subject, result in zip(subjects, results, strict=True):
             if isinstance(result, asyncio.CancelledError):
@@ -155,10 +184,29 @@ class TunerLoop:
         views = {name: pod.view(name) for name, pod in steering.pods.items()}
         decision = decide(steering.state, views, spec, now)
         failed = await self._apply(subject, steering, spec, decision, now)
-        round_ = Round(now, spec, steering.state, views, decision, failed, came_out(decision.records, failed))
+        serving = {e.name: views[e.name] for e in subject.endpoints if e.ready}
+        count = self._count(subject, steering, serving, decision, spec, now)
+        if decision.records:
+            steering.proposal = propose(steering.proposal, serving, decision.state, spec, now)
+        round_ = Round(now, spec, steering.state, views, decision, failed, came_out(decision.records, failed), count)
         self._absorb(subject, steering, round_)
         self._sink.polled(subject, round_)
         self._publish(subject, steering, now)
+
+    def _count(
+        self, subject: Subject, steering: Steering, serving: dict[str, PodView], decision: Decision, spec: TunerSpec,
+        now: float,
+    ) -> Counted | None:
+        """How many pods, after the knobs were decided; and once a tick the load, for autoscalers of others."""
+        wish, meta = subject.resource.spec.autoscaling, subject.resource.metadata
+        found = steering.count.decide(
+            wish, subject.replicas, meta.generation, serving, decision.state, spec, self._settings.replicas, now,
+        )
+        _show_number(subject.key, REPLICAS, found.decision.desired if found else None)
+        if decision.records or wish.mode == "Disabled":
+            load = load_ratio(serving, decision.state, spec, now) if wish.mode != "Disabled" else None
+            _show_number(subject.key, LOAD, load)
+        return found
 
     async def _apply(
         self, subject: Subject, steering: Steering, spec: TunerSpec, decision: Decision, now: float,
@@ -187,6 +235,14 @@ class TunerLoop:
         """The one place where what came of a round goes into memory, metrics and the log."""
         steering.state = round_.decision.state
         steering.history = remembered(steering.history, round_.records)
+        if (count := round_.count) and count.decision.outcome:
+            DECISIONS.labels("replicas", count.decision.outcome.value).inc()
+            if count.changed:
+                steering.history = scaled(steering.history, count.before, count.decision, round_.now)
+                log.info("%s: %s: %s", subject.key, count.decision.outcome, count.decision.reason, extra={
+                    "event": "decision", "resource": subject.key, "rule": "replicas", "outcome": count.decision.outcome.value,
+                    "changes": {"replicas": [count.before, count.decision.desired]},
+                })
         for move in round_.decision.moves:
             for knob in move.knobs:
                 MOVES.labels(knob, "refused" if move.pod in round_.failed else "set").inc()
@@ -204,10 +260,12 @@ class TunerLoop:
         steering.outcomes = {name: r for name, r in steering.outcomes.items() if name in steering.pods}
 
     def _publish(self, subject: Subject, steering: Steering, now: float) -> None:
-        """Report when something worth a write changed, not too often."""
-        if steering.published_at is not None and now - steering.published_at < self._settings.report_every:
+        """Report when something worth a write changed, not too often; another number of pods is not held back."""
+        pods, count, wait = steering.pods, steering.count, self._settings.report_every
+        urgent = count.wanted != steering.published.get("desired")
+        if steering.published_at is not None and now - steering.published_at < wait and not urgent:
             return
-        pods = steering.pods
+        count.leaving = tuple(name for name in count.leaving if name in pods)
         news = report(
             subject.resource, {name: pod.view(name) for name, pod in pods.items()},
             {e.name for e in subject.endpoints if e.ready}, steering.outcomes, steering.state, steering.history,
@@ -215,7 +273,13 @@ class TunerLoop:
             "; ".join(f"{name}: {pod.drift}" for name, pod in pods.items() if pod.drift),
             tuple(name for name, pod in pods.items() if pod.other_contract),
         )
-        seen = {"tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift}
+        news = proposed(news, steering.proposal.standing)
+        if count.wanted is not None:
+            news = counted(news, count.wanted, count.last, count.state, count.status(), subject.resource.metadata.generation)
+        seen = {
+            "tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift,
+            "desired": news.desired, "generation": news.generation,
+        }
         if seen != steering.published:
             steering.published, steering.published_at = seen, now
             self._sink.publish(subject, news)

@@ -17,6 +17,7 @@ from weir_operator.plan import pin
 from weir_operator.plan.args import boot_file
 from weir_operator.plan.observed import Observed
 from weir_operator.plan.pods import cache_claim_name, labels, pod_template, selector, token_secret_name
+from weir_operator.plan.replicas import external, wanted_replicas
 from weir_operator.plan.sources import locate
 from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
@@ -50,19 +51,6 @@ def _child(resource: InferenceDeployment, api_version: str, kind: str, name: str
         "metadata": {"name": name, "namespace": meta.namespace, "labels": labels(resource), "ownerReferences": [owner]},
         **content,
     }
-
-
-def external(resource: InferenceDeployment) -> bool:
-    """Whether an autoscaler on the Deployment owns the number of pods."""
-    return resource.spec.autoscaling.mode == "External"
-
-
-def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
-    """How many pods are wanted now, whoever says so."""
-    if external(resource) and seen.deployment is not None:
-        return int(seen.deployment.get("spec", {}).get("replicas", 1))
-    scaler = resource.spec.autoscaling.min_replicas if external(resource) else 0
-    return max(resource.spec.replicas, scaler)
 
 
 def _deployment(resource: InferenceDeployment, defaults: Defaults, seen: Observed) -> Manifest:
@@ -120,7 +108,8 @@ def _network_policy(resource: InferenceDeployment, defaults: Defaults) -> Iterat
 def _disruption_budget(resource: InferenceDeployment) -> Iterator[Manifest]:
     """Of a single pod, "one at a time" says nothing."""
     most = resource.spec.disruption.max_unavailable
-    if resource.spec.replicas <= 1 and not external(resource) and most == 1:
+    single = resource.spec.autoscaling.mode == "Disabled" and resource.spec.replicas <= 1
+    if single and most == 1:
         return
     yield _child(resource, "policy/v1", "PodDisruptionBudget", resource.metadata.name, spec={
         "maxUnavailable": most, "selector": {"matchLabels": selector(resource)}, "unhealthyPodEvictionPolicy": "AlwaysAllow",

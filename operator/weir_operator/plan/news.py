@@ -51,8 +51,10 @@ def reference() -> str:
     """Which conditions become Events, as a section of documentation; `KnobsMoved` is told by the tuner."""
     head = """## Events
 
-One object for each resource and reason, written on news alone; a repeat raises its count. `KnobsMoved` tells of each move; the
-others are conditions (their meanings: [conditions.md](conditions.md)) at the moment when they come to hold.
+One object for each resource and reason, written on news alone; a repeat raises its count. `KnobsMoved` tells of each move of
+knobs, `ScaledOut` and `ScaledIn` of each change of the number of pods by the operator, `EnvelopeGrown` of a rolling restart
+with a larger batch limit (`tuning.envelope: Roll`). The others are conditions (meanings: [conditions.md](conditions.md)) at the
+moment when they come to hold.
 
 | reason | condition | type |
 |---|---|---|

@@ -8,6 +8,7 @@ from typing import Any
 
 from weir_operator.api import names
 from weir_operator.api.conditions import Condition
+from weir_operator.tuner.replicas import Scaling
 from weir_operator.tuner.types import Outcome
 
 
@@ -25,6 +26,10 @@ class TuningReport:
     reason: str = ""
     drift: str = ""
     other_contract: tuple[str, ...] = ()
+    desired: int | None = None  # pods, where the operator sets their number
+    scaling: Scaling | None = None  # what came of the last look at it
+    proposal: int | None = None  # rows of a larger envelope
+    generation: int = 0  # of the spec that this was said of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +44,4 @@ class Observed:
     applied: bool = True  # whether the last pass left every child as planned
     tuning: TuningReport | None = None
     kinds: frozenset[str] = frozenset(names.OPTIONAL_KINDS)
+    scalable: bool = True  # whether the number of pods may change: on one machine it does not

@@ -9,6 +9,7 @@ from weir_operator.api import names
 from weir_operator.api.quantity import parse_duration
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import server_args
+from weir_operator.plan.envelope import with_envelope
 from weir_operator.plan.overlay import overlaid
 from weir_operator.plan.pin import Pinned
 from weir_operator.plan.sources import fetch_args, locate
@@ -74,7 +75,7 @@ def _base(spec: Spec, pinned: Pinned, name: str, args: list[str], mounts: list[d
 def _server(resource: InferenceDeployment, pinned: Pinned) -> dict[str, Any]:
     spec = resource.spec
     args = [
-        *server_args(spec, pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
+        *server_args(with_envelope(resource), pinned.parallel), f"--port={HTTP_PORT}", f"--control-port={CONTROL_PORT}",
         f"--control-token-file={names.TOKEN_FILE}", f"--boot-file={names.BOOT_FILE}",
         f"--leave-seconds={pinned.leave_seconds}", f"--state-dir={STATE}",
     ]

@@ -7,9 +7,11 @@ from typing import Any
 
 from weir_operator.api.conditions import Condition, merged
 from weir_operator.api.types import InferenceDeployment
-from weir_operator.plan.manifests import external, missing_kinds, wanted_replicas
+from weir_operator.plan.envelope import envelope_status
+from weir_operator.plan.manifests import missing_kinds
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.pods import selector
+from weir_operator.plan.replicas import desired_replicas, owner, wanted_replicas
 from weir_operator.plan.sources import served_name
 from weir_operator.plan.trouble import downloading, load_failure, troubles
 from weir_operator.tuner.types import Outcome
@@ -58,17 +60,16 @@ def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
     wanted, ready = wanted_replicas(resource, seen), (seen.deployment or {}).get("status", {}).get("readyReplicas", 0)
     found = troubles(seen.pods, seen.now)
     missing = wanted > 0 and ready < wanted
-    lacking, scaled = missing_kinds(resource, seen), external(resource)
+    lacking = missing_kinds(resource, seen)
     lack = f"The cluster has no {' and no '.join(lacking)}: install what brings it, or do not ask for it." if lacking else ""
     counted = f"{ready} of {wanted} pods serve" if missing else ""
-    number = f"An autoscaler on the Deployment sets the number of pods, now {wanted}." if scaled else ""
     return [
         _ready(resource, seen, wanted, ready, found),
         Condition("Available", ready > 0, "PodsServing" if ready else "NoPodServes"),
         _progressing(seen, wanted, ready, found),
         Condition("Degraded", missing, "PodsMissing" if missing else "AllPodsServe", counted),
         _loaded(seen, ready, found),
-        Condition("AutoscalerOwned", scaled, "OnDeployment" if scaled else "BySpec", number),
+        owner(resource, seen),
         Condition("IntegrationsReady", not lacking, "KindMissing" if lacking else "Complete", lack),
     ]
 
@@ -135,6 +136,7 @@ def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
     out: dict[str, Any] = {
         "observedGeneration": meta.generation,
         "replicas": deployment.get("replicas", 0),
+        "desiredReplicas": desired_replicas(resource, seen),
         "readyReplicas": deployment.get("readyReplicas", 0),
         "selector": ",".join(f"{k}={v}" for k, v in sorted(selector(resource).items())),
         "url": f"http://{meta.name}.{meta.namespace}.svc:{resource.spec.service.port}",
@@ -143,7 +145,9 @@ def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
     }
     tuning = seen.tuning.status if seen.tuning else resource.status.get("tuning")
     if tuning is not None:
-        out["tuning"] = tuning
+        rolled_out = any(c.type == "Progressing" and c.reason == "Complete" for c in conditions)
+        envelope = envelope_status(resource, seen, rolled_out)
+        out["tuning"] = {**{k: v for k, v in tuning.items() if k != "envelope"}, **({"envelope": envelope} if envelope else {})}
     return out
 
 

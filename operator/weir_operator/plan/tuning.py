@@ -13,6 +13,7 @@ from weir_operator.api.quantity import parse_bytes, parse_duration
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.observed import TuningReport
+from weir_operator.tuner.replicas import ReplicaDecision, ReplicaState
 from weir_operator.tuner.types import Learned, Outcome, PodView, Poll, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import STALE_POLLS
 from weir_server.contract import Knobs, Window
@@ -26,6 +27,8 @@ OTHER_BYTES = 8 * 1024
 MIN_FINISHED = 10
 """Fewer finished requests say nothing about attainment."""
 RECENT_SECONDS = 60.0
+ALL_PODS = "(all)"
+"""In the history: what was not done to one pod."""
 
 _CALMEST_FIRST = (
     Outcome.HOLDING, Outcome.INCONCLUSIVE, Outcome.ADVISED, Outcome.IDLE, Outcome.WARMING, Outcome.INSUFFICIENT_DATA,
@@ -88,9 +91,38 @@ def remembered(history: Sequence[Mapping[str, Any]], records: Iterable[Record]) 
     return out[:HISTORY_LENGTH]
 
 
+def scaled(history: Sequence[Mapping[str, Any]], before: int, decision: ReplicaDecision, now: float) -> list[dict[str, Any]]:
+    """History with another number of pods, which is nobody's but the deployment's."""
+    outcome = decision.outcome.value if decision.outcome else ""
+    entry = {
+        "time": _clock(now), "pod": ALL_PODS, "rule": "replicas", "outcome": outcome, "reason": decision.reason,
+        "changes": {"replicas": [before, decision.desired]},
+    }
+    return [entry, *(dict(h) for h in history)][:HISTORY_LENGTH]
+
+
+def counted(
+    news: TuningReport, wanted: int, last: ReplicaDecision | None, state: ReplicaState, shown: Mapping[str, Any] | None,
+    generation: int,
+) -> TuningReport:
+    """A report with the number of pods in it, where the operator sets it."""
+    saved = {**news.status["state"], "replicas": rounded(state.to_json())}
+    status = {**news.status, **({"replicas": shown} if shown else {}), "state": saved}
+    return replace(news, status=status, desired=wanted, scaling=last.outcome if last else None, generation=generation)
+
+
+def proposed(news: TuningReport, rows: int | None) -> TuningReport:
+    """A report with the envelope that is proposed, if one is."""
+    return news if rows is None else replace(news, status={**news.status, "proposal": {"maxBatchSize": rows}}, proposal=rows)
+
+
+def _clock(now: float) -> str:
+    return datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
 def _entry(record: Record) -> dict[str, Any]:
     entry: dict[str, Any] = {
-        "time": datetime.fromtimestamp(record.t, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "time": _clock(record.t),
         "pod": record.pod, "rule": record.rule, "outcome": record.outcome.value, "reason": record.reason,
     }
     if record.changes:

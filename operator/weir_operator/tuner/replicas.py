@@ -23,7 +23,7 @@ from typing import Any
 from weir_operator.tuner import learn, memory
 from weir_operator.tuner.chain import Model
 from weir_operator.tuner.types import PodView, TunerSpec, TunerState
-from weir_operator.tuner.window import back_to, fresh, gather, readings
+from weir_operator.tuner.window import Span, back_to, fresh, gather, readings
 
 SPARE = 0.8
 OBVIOUS = 1.3
@@ -49,9 +49,12 @@ class Scaling(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
+    """`tick`: seconds between two looks, if the knobs' own ticks do not ask for more."""
+
     least: int
     most: int
     stabilise: float = 300.0
+    tick: float = LEAST_TICK
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +95,8 @@ def decide_replicas(
 ) -> ReplicaDecision:
     """`desired`: how many were asked for until now. Call it at every poll: it looks at the tuner's ticks, acts at its own."""
     desired = min(max(desired, replicas.least), replicas.most)
-    tick = max(LEAST_TICK, SLOWER * spec.tick_seconds)
-    answering = {n: v for n, v in pods.items() if fresh(v.polls, now, spec.poll_seconds)}
+    tick = max(replicas.tick, SLOWER * spec.tick_seconds)
+    answering = _answering(pods, spec, now)
     since = None if len(answering) >= desired else state.short_since if state.short_since is not None else now
     state = replace(state, short_since=since)
     due = state.next_tick
@@ -102,7 +105,7 @@ def decide_replicas(
     if now < due and now - state.looked < spec.tick_seconds:
         return ReplicaDecision(state, desired)
     state = replace(state, looked=now)
-    offered, capacity = _offered(answering, tick), _capacity(answering, tuner, spec)
+    offered, capacity = demand(answering, tuner, spec, tick)
     obvious = bool(offered and capacity and offered > OBVIOUS * capacity * desired and desired < replicas.most)
     if now < due and not obvious:
         return ReplicaDecision(state, desired)
@@ -110,11 +113,12 @@ def decide_replicas(
     known = ReplicaDecision(state, desired, Scaling.UNKNOWN, "", offered, capacity)
     if 2 * len(answering) < max(1, len(pods)) or offered is None or not capacity:
         return replace(known, reason="too few pods answer, or nothing is known of what one can do")
-    return _weigh(known, tuner, replicas, offered, capacity, obvious, now)
+    return _weigh(known, tuner, replicas, offered, capacity, obvious, tick, now)
 
 
 def _weigh(
-    known: ReplicaDecision, tuner: TunerState, replicas: ReplicaSpec, offered: float, capacity: float, obvious: bool, now: float
+    known: ReplicaDecision, tuner: TunerState, replicas: ReplicaSpec, offered: float, capacity: float, obvious: bool,
+    tick: float, now: float,
 ) -> ReplicaDecision:
     state, desired = known.state, known.desired
     needed = max(1, math.ceil(offered / (SPARE * capacity)))
@@ -133,7 +137,7 @@ def _weigh(
             )
         return replace(known, outcome=Scaling.CONFIRMING, reason=f"{load}; knobs first, and a second look")
     most = max(n for _, n in recent)
-    whole = now - recent[0][0] >= replicas.stabilise - max(LEAST_TICK, 1.0)
+    whole = now - recent[0][0] >= replicas.stabilise - tick
     if most < desired and whole:
         return replace(known, desired=most, outcome=Scaling.IN, reason=f"{load}: {most} pods carry it")
     if wanted < desired:
@@ -141,6 +145,39 @@ def _weigh(
     if needed > replicas.most:
         return replace(known, outcome=Scaling.AT_MOST, reason=f"{load}: {needed} pods would be needed")
     return replace(known, outcome=Scaling.ENOUGH, reason=load)
+
+
+def _answering(pods: Mapping[str, PodView], spec: TunerSpec, now: float) -> dict[str, PodView]:
+    return {name: view for name, view in pods.items() if fresh(view.polls, now, spec.poll_seconds)}
+
+
+def demand(
+    pods: Mapping[str, PodView], tuner: TunerState, spec: TunerSpec, seconds: float
+) -> tuple[float | None, float | None]:
+    """(rows per second offered to all of them over so long, rows per second that one of them can serve within the objectives),
+    None where unknown. Neither depends on where the knobs stand."""
+    return _offered(pods, seconds), _capacity(pods, tuner, spec)
+
+
+def load_ratio(pods: Mapping[str, PodView], tuner: TunerState, spec: TunerSpec, now: float) -> float | None:
+    """What is offered over what the pods that answer can serve, for autoscalers of others: 1 is all that they can do."""
+    answering = _answering(pods, spec, now)
+    offered, capacity = demand(answering, tuner, spec, SLOWER * spec.tick_seconds)
+    return offered / (capacity * len(answering)) if offered is not None and capacity else None
+
+
+def least_cached(pods: Mapping[str, PodView], count: int) -> tuple[str, ...]:
+    """The pods whose end costs least: whose prefix caches saved the fewest prompt tokens over the readings kept, then those
+    with the fewest rows. A pod of which nothing is known has nothing to lose."""
+
+    def value(name: str) -> tuple[float, int, str]:
+        windows = readings(pods[name].polls)
+        if not windows:
+            return -1.0, 0, name
+        last = windows[-1]
+        return Span(windows[0], last).total("cached_tokens"), last.running + last.waiting, name
+
+    return tuple(sorted(pods, key=value)[:max(0, count)])
 
 
 def _offered(pods: Mapping[str, PodView], seconds: float) -> float | None:

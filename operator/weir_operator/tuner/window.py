@@ -17,7 +17,7 @@ READS = (
     "instance", "monotonic", "settled_at", "target", "effective", "envelope", "draining", "running", "waiting", "oldest_wait",
     "memory_used", "memory_limit", "kv_used_bytes", "decoding_seconds", "running_seconds", "head_wait_seconds",
     "kv_used_byte_seconds", "step", "products", "recompute_seconds", "queued", "retried", "admitted", "refused", "finished",
-    "preempted", "generated_tokens", "slo_good", "slo_total", "histograms", "settled",
+    "preempted", "cached_tokens", "generated_tokens", "slo_good", "slo_total", "histograms", "settled",
 )
 """The fields of a window that the law reads; a test holds this list, the contract and the code together."""
 

@@ -16,7 +16,7 @@ import traceback
 
 from weir_server.link.channel import Channel, ChannelClosed
 from weir_server.link.errors import UserError
-from weir_server.link.messages import Boot, Fatal
+from weir_server.link.messages import Boot, Fatal, Quit
 
 PR_SET_PDEATHSIG = 1
 
@@ -45,12 +45,13 @@ def run_over(channel: Channel) -> int:
 
 
 def _serve(channel: Channel) -> int:
-    first = channel.recv(None)
-    boot = first[0]
+    boot, *rest = channel.recv(None)
     if not isinstance(boot, Boot):
         channel.send(Fatal(f"the first message was {type(boot).__name__}, not Boot"))
         return 1
-    channel.recv(0)  # raises where the parent died before we asked to die with it: it says nothing more until we are ready
+    rest += channel.recv(0)  # raises where the parent died before we asked to die with it
+    if any(isinstance(message, Quit) for message in rest):  # until we are ready it says nothing else
+        return 0
     from weir_server.engine.child import run  # imports torch: not before the parent's death is taken care of
 
     try:

@@ -36,7 +36,9 @@ def command(
         str | None, option(API, "--control-token-file", help="Bearer token of that port; without, loopback only.")
     ] = None,
     api_key: Annotated[str | None, option(API, "--api-key", help="Ask clients for this bearer token.")] = None,
-    api_key_file: Annotated[str | None, option(API, "--api-key-file", help="One key a line, or name:key.")] = None,
+    api_key_file: Annotated[
+        str | None, option(API, "--api-key-file", help="One key a line, or name:key; read again as it changes.")
+    ] = None,
     served_model_name: Annotated[str | None, option(API, "--served-model-name", help="Default: the name of the file.")] = None,
     body_limit: Annotated[int, option(API, "--body-limit", min=1024, help="Bytes of the largest request body.")] = 16 << 20,
     no_metrics: Annotated[bool, option(API, "--no-metrics", help="Serve no /metrics.")] = False,

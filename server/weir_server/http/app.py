@@ -21,7 +21,7 @@ CONTROL_BODY = 64 * 1024
 
 def client_app(service: Service) -> web.Application:
     options = service.options
-    guard = [require(lambda: options.api_keys, OPEN)] if options.api_keys else []
+    guard = [require(options.api_keys, OPEN)] if options.api_keys else []
     app = _app(guard, options.body_limit)
     app.add_routes([web.post("/v1/chat/completions", chat), web.post("/v1/completions", completions), *LOOKING])
     return _with(app, service)

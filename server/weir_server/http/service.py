@@ -8,7 +8,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -57,7 +57,7 @@ class Options:
     drain_timeout: Callable[[], float] = lambda: 120.0  # asked when a drain begins
     leave_seconds: float = 0.0  # between SIGTERM and the drain: for clients to go elsewhere
     initial: Mapping[str, Any] = field(default_factory=dict)  # knobs in force at start instead of the engine's own
-    api_keys: tuple[bytes, ...] = ()
+    api_keys: Callable[[], Sequence[bytes]] | None = None  # those in force now; None: clients are asked for none
     token_file: str | None = None
     metrics: bool = True
     state_dir: str | None = None  # where the marker of an unclean exit is kept

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from weir_server.model.files import hf_config, read_json
+from weir_server.model.files import ModelError, hf_config, read_json
 from weir_server.text.tokenizer import Tokenizer
 
 SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
@@ -30,13 +30,17 @@ def load_defaults(model: Path, tokenizer: Tokenizer) -> GenerationDefaults:
         return GenerationDefaults(tokenizer.eos_ids)
     path = model / "generation_config.json"
     config = read_json(path) if path.is_file() else {}
-    ends = _ids(config.get("eos_token_id")) or _ids(hf_config(model).get("eos_token_id")) or ()
+    ends = _ids(config, path) or _ids(hf_config(model), model / "config.json")
     sampling = {k: kind(config[k]) for k, kind in SAMPLING.items() if isinstance(config.get(k), int | float)}
     if config.get("do_sample") is False:
         sampling = {"temperature": 0.0}
     return GenerationDefaults(tuple(dict.fromkeys((*ends, *tokenizer.eos_ids))), sampling)
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(config: Mapping[str, Any], where: Path) -> tuple[int, ...]:
     """`eos_token_id` is an id, a list of ids, or null."""
-    return tuple(i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int))
+    value = config.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ModelError(f"{where} sets eos_token_id = {value!r}, which is no token id and no list of them.")
+    return tuple(ids)

@@ -23,6 +23,7 @@ from weir_operator.plan.args import boot_file, server_args
 from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import parse, plan
+from weir_operator.plan.replicas import wanted_replicas
 
 LOOPBACK = "127.0.0.1"
 """Of the control ports, wherever the servers themselves listen: only this process has to reach them."""
@@ -33,6 +34,11 @@ LOG_ANNOTATION = f"{names.GROUP}/log"
 
 class NotHere(ValueError):
     """A change that a running local deployment cannot take; the text says why."""
+
+
+def servers_of(resource: InferenceDeployment) -> int:
+    """As many as a cluster would begin with; no autoscaler changes it here."""
+    return wanted_replicas(resource, Observed(scalable=False))
 
 
 class LocalDeployment:
@@ -49,8 +55,8 @@ class LocalDeployment:
         (folder / f"{self.name}.token").write_text(token)
         (folder / f"{self.name}.token").chmod(0o600)
         self._write_boot()
-        replicas = range(resource.spec.replicas)
-        self.servers = [self._server(i, host, port + i if port else free_port(host), logs) for i in replicas]
+        numbers = range(servers_of(resource))
+        self.servers = [self._server(i, host, port + i if port else free_port(host), logs) for i in numbers]
         self.refresh()
 
     @property
@@ -92,9 +98,10 @@ class LocalDeployment:
     def refresh(self) -> None:
         """Make the status say what is true now, by the same plan as in a cluster."""
         ready, wanted = sum(s.ready for s in self.servers), len(self.servers)
-        deployment = {"status": {"replicas": wanted, "updatedReplicas": wanted, "readyReplicas": ready}}
+        counts = {"replicas": wanted, "updatedReplicas": wanted, "readyReplicas": ready}
+        deployment = {"spec": {"replicas": wanted}, "status": counts}
         resource = self.resource.model_copy(update={"status": self.status})
-        seen = Observed(utc_now(), deployment, [self.pod(s) for s in self.servers], tuning=self._report)
+        seen = Observed(utc_now(), deployment, [self.pod(s) for s in self.servers], tuning=self._report, scalable=False)
         status = {**plan(resource, seen, Defaults("", "")).status, "url": self.servers[0].url if self.servers else ""}
         self.version += status != self.status
         self.status = status
@@ -158,7 +165,7 @@ class LocalDeployment:
             "metadata": {"name": meta.name, "namespace": meta.namespace, "generation": meta.generation + 1},
         })
         before, after = self.resource.spec, fresh.spec
-        if server_args(before) != server_args(after) or before.replicas != after.replicas:
+        if server_args(before) != server_args(after) or servers_of(self.resource) != servers_of(fresh):
             raise NotHere("model, engine and replicas are fixed while it runs: change the manifest and start it again")
         if after != before:
             self.resource = fresh

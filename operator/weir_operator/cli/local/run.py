@@ -23,7 +23,7 @@ from weir_operator.api.types import InferenceDeployment
 from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.cli.display import line, reading, screen
 from weir_operator.cli.local.api import LocalApi, socket_folder
-from weir_operator.cli.local.deployment import LocalDeployment
+from weir_operator.cli.local.deployment import LocalDeployment, servers_of
 from weir_operator.io.processes import ServerProcess, WrongInput, port_taken
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.rounds import Rounds
@@ -52,7 +52,7 @@ def run_local(resources: Sequence[InferenceDeployment], options: LocalOptions, f
         if (scheme := locate(resource.spec).scheme) not in ("file", "package"):
             here = "here use file:///PATH or package://DISTRIBUTION/FILE (weir-server fetch downloads one)"
             fail(f"spec.model.source: a {scheme}:// source needs a cluster; {here}")
-    _check_ports(options.host, options.port, sum(r.spec.replicas for r in resources), fail)
+    _check_ports(options.host, options.port, sum(map(servers_of, resources)), fail)
     folder = Path(tempfile.mkdtemp(prefix="weir-local-"))
     try:
         return asyncio.run(_Local(resources, options, folder).run())
@@ -87,7 +87,7 @@ class _Local:
         for resource in resources:
             made = LocalDeployment(resource, options.host, port, folder, logs, token)
             self.deployments[made.name] = made
-            port += resource.spec.replicas if port else 0
+            port += len(made.servers) if port else 0
         self._rounds = Rounds()
         self._records: dict[str, Record] = {}
         self._screens: dict[str, Any] = {}

@@ -149,7 +149,8 @@ def explain(
         head = "\n".join(texts.heading(raw))
         if said is None:
             return f"{head}\n{texts.from_status(raw)}\nAs of the last status: the operator cannot be asked ({why})."
-        return Group(head, *(texts.explained(pod, said["now"], said["tickSeconds"]) for pod in said["pods"]))
+        count = [texts.count_text(said["replicas"], said["now"])] if "replicas" in said else []
+        return Group(head, *count, *(texts.explained(pod, said["now"], said["tickSeconds"]) for pod in said["pods"]))
 
     printed(output, said if said is not None else {"status": texts.tuning_of(raw), "notAsked": why}, text)
 
@@ -204,24 +205,27 @@ def top(
     """
     from rich.live import Live
 
+    from weir_operator.api import names
     from weir_operator.cli.plugin.top import Reading, Watched, table
 
     checked(output)
 
     async def work(api: Api, raw: dict[str, Any]) -> Any:
-        watched = Watched(api, raw["metadata"]["namespace"], name)
+        where = raw["metadata"]["namespace"]
+        watched = Watched(api, where, name)
         rows = await watched.read()
         if once or output != "text" or not console.is_terminal:
             await asyncio.sleep(seconds)
-            return await watched.read()
-        with Live(table(rows), console=console, auto_refresh=False) as live:
+            return await watched.read(), raw
+        with Live(table(rows, raw), console=console, auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(seconds)
-                live.update(table(await watched.read()), refresh=True)
+                fresh = await api.get(names.KIND, where, name) or raw
+                live.update(table(await watched.read(), fresh), refresh=True)
 
-    rows = with_one(Where(namespace, context, local), name, work)
+    rows, raw = with_one(Where(namespace, context, local), name, work)
     shown = {pod: seen.to_json() if isinstance(seen, Reading) else {"error": seen} for pod, seen in rows.items()}
-    printed(output, shown, lambda: table(rows))
+    printed(output, shown, lambda: table(rows, raw))
 
 
 @app.command()

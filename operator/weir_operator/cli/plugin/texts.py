@@ -55,9 +55,12 @@ def heading(raw: Mapping[str, Any]) -> list[str]:
     goal = f"{slo['ttft']} to the first token, {slo['tpot']} a token" if slo.get("ttft") and slo.get("tpot") else ""
     said = [condition(status, kind).get("message", "unknown") for kind in ("Tuned", "Saturated", "MetricsAvailable")]
     sentences = " ".join(s if s.endswith(".") else s + "." for s in said)
+    larger = (tuning.get("proposal") or {}).get("maxBatchSize")
+    offer = [f"Proposed: engine.limits.maxBatchSize {larger}, which restarts pods (tuning.envelope)."] if larger else []
     return [
         f"Mode: {tuning.get('mode', 'not reported yet')}. Objectives: {goal or 'none, so nothing is tuned (spec.slo)'}.",
         f"Attainment: {tuning.get('slo', 'too few requests to say')}. {sentences}",
+        *offer,
     ]
 
 
@@ -80,6 +83,21 @@ def _figures(entry: Mapping[str, Any], indent: str) -> list[str]:
     """What a decision predicted, and what was observed of the one before."""
     told = [(part, values) for part in ("predicted", "observed") if (values := entry.get(part))]
     return [f"{indent}{part}: " + ", ".join(f"{k} {v}" for k, v in values.items()) for part, values in told]
+
+
+def count_text(count: Mapping[str, Any], now: float) -> str:
+    """The number of pods, where the operator sets it: why it is what it is, and what would change it."""
+    head = f"Pods: {count['desired']} wanted, {count['min']} to {count['max']} allowed."
+    why = f" {count['outcome']}: {count['reason']}." if count["outcome"] else " Not looked at yet."
+    change = ""
+    if count["capacity"]:
+        carried, spare = count["desired"] * count["capacity"], 1 - count["spare"]
+        change = (
+            f"\n  What would change it: over {spare * carried:.2g} rows/s offered in two looks running, or under "
+            f"{spare * (carried - count['capacity']):.2g} for {duration(count['stabilisation'])}."
+        )
+    due = count["nextLook"]
+    return head + why + (f" Next look in {duration(max(0.0, due - now))}." if due is not None else "") + change
 
 
 def explained(pod: Mapping[str, Any], now: float, tick: float) -> RenderableType:

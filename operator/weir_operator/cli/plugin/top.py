@@ -12,7 +12,7 @@ from rich.table import Table
 from weir_operator.api import names
 from weir_operator.cli.plugin.api import Api, proxied
 from weir_operator.cli.plugin.metrics import Reading, Samples, parsed, reading
-from weir_operator.cli.plugin.texts import duration
+from weir_operator.cli.plugin.texts import condition, duration
 from weir_operator.io.kube import ApiError, Unreachable
 
 CONCURRENT = 16
@@ -57,8 +57,11 @@ class Watched:
             return f"its metrics cannot be read: {e}"
 
 
-def table(rows: Mapping[str, Reading | str | None]) -> Table:
-    out = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+def table(rows: Mapping[str, Reading | str | None], raw: Mapping[str, Any]) -> Table:
+    """With a line above it where the number of pods is not the spec's."""
+    owner = condition(raw.get("status") or {}, "AutoscalerOwned")
+    title = owner["message"] if owner.get("status") == "True" else None
+    out = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", title=title, title_justify="left", title_style="")
     for name in COLUMNS:
         out.add_column(name, justify="left" if name in ("POD", "FOR") else "right", no_wrap=True)
     for pod, seen in rows.items():

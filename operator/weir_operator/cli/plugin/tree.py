@@ -100,7 +100,7 @@ def _trouble(pod: Mapping[str, Any]) -> str:
 def tree(raw: Mapping[str, Any], found: Sequence[Child]) -> Tree:
     """For a terminal or a pipe; colours are the console's affair."""
     status, meta = raw.get("status") or {}, raw["metadata"]
-    wanted = raw["spec"].get("replicas", status.get("desiredReplicas", status.get("replicas", 0)))
+    wanted = status.get("desiredReplicas", raw["spec"].get("replicas", 0))
     head = f"{meta['namespace']}/{meta['name']}  {status.get('readyReplicas', 0)}/{wanted} ready"
     root = Tree(Text(head, style="bold"), guide_style="dim")
     if status.get("url"):
