@@ -167,10 +167,13 @@ class Histogram:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Histogram:
-        """Raises ValueError if the wire form does not fit the edges."""
-        first, counts = int(wire["first"]), [int(c) for c in wire["counts"]]
+        """Raises KeyError or TypeError where it is none, ValueError if it does not fit the edges."""
+        first, counts = wire["first"], wire["counts"]
+        if type(first) is not int or any(type(c) is not int for c in counts):
+            raise TypeError("a histogram counts in integers")
         if first < 0 or first + len(counts) > HIST_EDGES + 1 or any(not 0 <= c < 2**63 for c in counts):
             raise ValueError("histogram does not fit the contract's edges")
+        _sane("sum", wire["sum"])
         return cls(first, array("q", counts), float(wire["sum"]))
 
 
