@@ -185,31 +185,3 @@ def test_a_manager_who_forces_its_value_on_a_field_of_ours_is_answered_at_a_pace
     wait(lambda: cluster.get("configmap", "chat-boot", namespace)["data"] == wanted, 30, "the last word is ours")
     assert operator.stop() == 0
     assert "Traceback" not in operator.log
-
-
-async def test_two_operators_over_the_same_resources_do_not_write_without_end(
-    cluster: Cluster, namespace: str, fake_server: Any,
-) -> None:
-    """What the chart warns of: each has a Lease and a key of its own. The pod obeys who has the token that it knows."""
-    address, other = loopback(), f"o-{namespace}"
-    await until(cluster.kubectl, "create", "namespace", other)
-    first = await until(Operator(cluster, namespace, "first").start, "--tick-seconds=4", "--poll-seconds=1")
-    await until(cluster.apply, resource(), namespace)
-    await until(settled, cluster, first, namespace)
-    second = Operator(cluster, other, "second")
-    await until(lambda: second.start("--tick-seconds=4", "--poll-seconds=1", f"--namespace={namespace}", scope=False))
-    await until(wait, lambda: second.metric("weir_operator_leader") == 1)
-    await until(wait, lambda: second.metric("weir_operator_queued_keys") == 0)
-    server = await control_port(fake_server, address, await until(token, cluster, namespace))
-    await until(make_ready, cluster, namespace, address)
-    await until(wait, lambda: server.puts, 30, "one of them steers it")
-    whole = len(cluster.writes(namespace))
-    await asyncio.sleep(15)  # turns that each had saved up
-    before, began = len(cluster.writes(namespace)), time.monotonic()
-    print(f"{before - whole} writes in the first 15 s")
-    await asyncio.sleep(15)
-    rate = (len(cluster.writes(namespace)) - before) / (time.monotonic() - began)
-    print(f"{rate:.2f} writes a second, {len(server.puts)} settings of knobs")
-    assert rate < 1.0
-    assert (await until(first.stop), await until(second.stop)) == (0, 0)
-    assert "Traceback" not in first.log + second.log
