@@ -253,7 +253,9 @@ def test_defaults_appear_and_what_the_user_wrote_stays(cluster: Cluster, namespa
     manifest = resource(slo={"ttft": "2000ms", "tpot": "80ms"}, tuning={}, template=template)
     cluster.apply(manifest, namespace)
     spec = cluster.get("infd", "chat", namespace)["spec"]
-    assert (spec["replicas"], spec["drain"]["timeout"], spec["tuning"]) == (1, "120s", {"mode": "Auto", "paused": False})
+    assert (spec["replicas"], spec["drain"]["timeout"], spec["tuning"]) == (
+        1, "120s", {"mode": "Auto", "paused": False, "envelope": "Keep"},
+    )
     assert spec["template"] == template
     assert spec["slo"]["ttft"] == "2000ms"
     assert cluster.kubectl("diff", "-n", namespace, "-f", "-", stdin=yaml.safe_dump(manifest), check=False).returncode == 0
