@@ -16,6 +16,8 @@ from cluster_kit import EXAMPLE, HTTP_PORT, ROOT, SERVER_IMAGE, answers, eventua
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NAME = "smollm2"
 SIDECAR = (ROOT / "examples" / "sidecar.yaml").read_text()
+LITTLE = {"spec": {"containers": [{"name": "server", "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "3Gi"}}}]}}
+"""So that three pods, one of them a surge, fit on a node of two cores."""
 BODY = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 
 
@@ -61,7 +63,7 @@ async def steady(url: str, keep: bool, stop: asyncio.Event, seen: list[Any]) -> 
 
 async def test_a_rolling_restart_under_load_loses_nothing(release: str, namespace: str) -> None:
     """Any answer but 200 counts as lost. The clients' 4 rows fit into one pod, so that there is room for them throughout."""
-    apply(namespace, replicas=2)
+    apply(namespace, replicas=2, template=LITTLE)
     await ready(namespace)
     url, stop, seen = address(namespace), asyncio.Event(), []
     clients = [asyncio.create_task(steady(url, keep, stop, seen)) for keep in (True, True, False, False)]
