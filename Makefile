@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity fuzz experiments bench clean
+.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ law-plants: $(VENV)/.dev  ## the law on 100,000 random plants (O4)
 	$(BIN)/python tests/unit/law_plants.py --count 100000
 law-fuzz: $(VENV)/.dev  ## ten minutes of search for the load that the law does worst under
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.worst_loads
+
+sanitize: $(VENV)/.dev  ## the kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer (minutes)
+	hack/sanitize.sh
 
 FUZZ_STEPS ?= 1000000
 fuzz: $(VENV)/.dev  ## random walks of the engine against an oracle, a million steps (minutes; FUZZ_STEPS, FUZZ_SEED)

@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from weir_server.exec.gemm import NativeKind
+from weir_server.model.int8 import Int8Matrix, quantize
 
 SHAPES = "960x576,576x576,3072x576,576x1536,49152x576"  # qkv, out, gate_up, down, head
 ROWS = "1,2,3,4,6,8,12,16,24,32,64,128"
@@ -75,8 +76,8 @@ Call = Callable[[], object]
 def kernels(weight: torch.Tensor) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
     onednn = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
     return {
-        "ours": NativeKind("float32")(weight),
-        "ours int8": NativeKind("int8")(weight),
+        "ours": NativeKind()(weight),
+        "ours int8": NativeKind()(Int8Matrix.of(quantize(weight))),
         "oneDNN": lambda x: torch.ops.mkldnn._linear_pointwise(x, onednn, None, "none", [], ""),
         "F.linear": lambda x: F.linear(x, weight),
     }

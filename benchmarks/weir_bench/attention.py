@@ -25,6 +25,11 @@ CELLS, PAGE = ((4, 512, True), (4, 4096, True), (16, 4096, False)), 16
 """Rows, tokens of each, and whether the rival takes part."""
 
 
+def every_layer(layers: int) -> Any:
+    """Attention of all layers over the same queries, as a forward."""
+    return lambda ops, x: [ops.attention(layer=layer, qkv=x) for layer in range(layers)][-1]
+
+
 def contenders(model: Any, batch: int, length: int, rival: bool) -> tuple[dict[str, Callable[[], Any]], int]:
     """What to time, by name: attention in all layers; and the bytes of KV that it must read."""
     import torch
@@ -43,14 +48,15 @@ def contenders(model: Any, batch: int, length: int, rival: bool) -> tuple[dict[s
     work = [
         RowWork([1], length, table.tolist(), True, Sampling(1), 0, [1] * (length + 1), length + 1) for table in tables
     ]
-    backend = choose_backend(c, pool)
+    backend = choose_backend(model.decoder, pool)
     results.moved({"paged kernel": backend.name == "cpu"})
     step = flatten(work, PAGE, c)
     qkv = torch.randn(batch, (c.heads + 2 * c.kv_heads) * c.head_dim)
 
+    attend = backend.compile(every_layer(c.layers), qkv.shape[1])
+
     def paged() -> Any:
-        ops = backend.bind(step)
-        return [ops.attention(layer=layer, qkv=qkv) for layer in range(c.layers)]
+        return attend(qkv, step)
 
     size = c.layers * 2 * batch * (length + 1) * c.kv_heads * c.head_dim * 4
     if not rival:

@@ -34,6 +34,7 @@ EXPERIMENTS = {
     "streams": Experiment(2.5, "prefill chunks: time between four streams' tokens against a newcomer's first"),
     "watermark": Experiment(3.5, "the admission watermark under a tight budget"),
     "policies": Experiment(2.0, "orders of eviction and of victims"),
+    "quality": Experiment(2.0, "what 8-bit weights change, on a fixed text"),
     "memory": Experiment(5.0, "memory given back, and 2,000 requests of random lengths"),
 }
 

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -30,6 +31,7 @@ def machine() -> dict[str, Any]:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "load_average": [round(x, 2) for x in os.getloadavg()],
         "kernel": platform.release(),
+        "commit": _commit(),
         "python": platform.python_version(),
         "versions": {p: version(p) for p in PACKAGES},
     }
@@ -69,6 +71,15 @@ def moved(counters: Mapping[str, float]) -> None:
     """Ends the run where a counter of the mechanism under test did not move: what was measured then is something else."""
     if still := [name for name, value in counters.items() if not value]:
         raise SystemExit(f"void: {', '.join(still)} did not move, so this run says nothing about it")
+
+
+def _commit() -> str | None:
+    """Of the code that was measured, with a mark where the tree held more than it; None outside of a repository."""
+    command = ["git", "-C", FOLDER.parent, "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def _cpuinfo() -> dict[str, str]:

@@ -48,7 +48,7 @@ extern int omp_get_max_threads(void);
 
 int main(int argc, char **argv) {
     double seconds = argc > 1 ? atof(argv[1]) : 1, read = 0, fma = 0, begin, took;
-    size_t bytes = (size_t)256 << 20, steps = 2000000, huge = (size_t)2 << 20;
+    size_t bytes = (size_t)512 << 20, steps = 2000000, huge = (size_t)2 << 20;
     volatile float sink = 0; /* or the compiler sees that nobody reads the sums */
     float *data = aligned_alloc(huge, bytes);
     if (!data) return 1;

@@ -79,6 +79,16 @@ def policies(d: dict[str, Any]) -> list[str]:
     return [*table(head, rows), "", f"Tax on the real model, in real time: {real}."]
 
 
+def quality(d: dict[str, Any]) -> list[str]:
+    rows = [
+        (f"a scale for {int(n) or 'a row'}" if n.isdigit() else n, f"{c['argmax_agreement']:.2%}", f"{c['mean_kl']:.5f}",
+         f"{c['perplexity']:.3f}", f"{c['perplexity_change']:+.2%}")
+        for n, c in d["weights"].items()
+    ]  # fmt: skip
+    head = ("weights", "same most likely token", "KL, nats", "perplexity", "change")
+    return [*table(head, rows), "", f"{d['tokens']:,} tokens of {d['text']}."]
+
+
 def memory(d: dict[str, Any]) -> list[str]:
     f = d["figures"]
     return [
@@ -87,6 +97,12 @@ def memory(d: dict[str, Any]) -> list[str]:
         f"{d['endurance']['requests']:,} requests later: {f['growth_over_requests']:+.2%}; leaked: "
         f"{', '.join(f'{n} {c}' for n, c in f['leaked'].items())}."
     ]
+
+
+def footprint(d: dict[str, Any]) -> list[str]:
+    rows = [(n, *(f"{c[k] / 2**20:.0f}" for k in ("anonymous", "pss"))) for n, c in d["figures"].items()]
+    slots = f"{d['work']['slots']} slots of {d['work']['slot_tokens']} tokens"
+    return table((slots, "anonymous, MiB", "with mapped files, MiB"), rows)
 
 
 def fuzz(d: dict[str, Any]) -> list[str]:
@@ -100,7 +116,7 @@ def fuzz(d: dict[str, Any]) -> list[str]:
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
-    "policies": policies, "memory": memory, "fuzz": fuzz, **report.SECTIONS,
+    "policies": policies, "quality": quality, "memory": memory, "fuzz": fuzz, **report.SECTIONS, "serving-footprint": footprint,
 }  # fmt: skip
 
 

@@ -191,7 +191,7 @@ def test_a_broken_model_file_is_one_line(tmp_path: Path, content: bytes | None):
         (["run", MODEL, "--temperature", "inf"], "'--temperature'"),
         (["serve", "package://no-such-thing/x.gguf"], "no-such-thing"),
         (["serve", "x", "--draft-kind", "prompt-lookup"], "--draft-kind is not available yet"),
-        (["serve", "x", "--quantize=int8"], "--quantize is not available yet"),
+        (["serve", "x", "--quantize=int5"], "--quantize int5: it is auto, int8 or none."),
         (["serve", MODEL, "--scheduler", "lifo"], "--scheduler lifo: it is fifo or prefill_first"),
         (["run", MODEL, "--prompt", os.fsdecode(b"caf\xe9")], "cannot be sent"),
         (["serve", "x", "--no-such-flag"], "--no-such-flag"),

@@ -56,6 +56,7 @@ ACCEPTED = {
     "closed": {"networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "x"}}}]}},
     "open": {"networkPolicy": {"enabled": False}},
     "sidecar": {"sidecar": True, "template": {"spec": {"containers": [{"name": "app", "image": "app:1"}]}}},
+    "8-bit weights": {"model": {"source": "file:///m", "quantization": "int8"}},
     "odd served name": {"model": {"source": "file:///m", "servedName": "acme/Tiny Model:Q4"}},
     "no objectives": {"slo": None},
     "minutes": {"slo": {"ttft": "1m30s", "tpot": "0.5s"}},
@@ -196,6 +197,7 @@ REFUSED = {
     "drain too long": ({"drain": {"timeout": "31m"}}, "must not exceed 30m"),
     "drain of nothing": ({"drain": {"timeout": ""}}, "spec.drain.timeout"),
     "context too small": ({"model": {"source": "file:///m", "maxModelLen": 100}}, "spec.model.maxModelLen"),
+    "5-bit weights": ({"model": {"source": "file:///m", "quantization": "int5"}}, "model.quantization: Unsupported value"),
     "policy": ({"imagePullPolicy": "Sometimes"}, "spec.imagePullPolicy: Unsupported value"),
     "dtype that is not served": (
         {"model": {"source": "file:///m", "dtype": "bfloat16"}}, 'spec.model.dtype: Unsupported value: "bfloat16"',
@@ -251,7 +253,9 @@ def test_defaults_appear_and_what_the_user_wrote_stays(cluster: Cluster, namespa
     manifest = resource(slo={"ttft": "2000ms", "tpot": "80ms"}, tuning={}, template=template)
     cluster.apply(manifest, namespace)
     spec = cluster.get("infd", "chat", namespace)["spec"]
-    assert (spec["replicas"], spec["drain"]["timeout"], spec["tuning"]) == (1, "120s", {"mode": "Auto", "paused": False})
+    assert (spec["replicas"], spec["drain"]["timeout"], spec["tuning"]) == (
+        1, "120s", {"mode": "Auto", "paused": False, "envelope": "Keep"},
+    )
     assert spec["template"] == template
     assert spec["slo"]["ttft"] == "2000ms"
     assert cluster.kubectl("diff", "-n", namespace, "-f", "-", stdin=yaml.safe_dump(manifest), check=False).returncode == 0

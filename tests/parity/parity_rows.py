@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -33,12 +33,12 @@ def make_runner(
 ) -> ModelRunner:
     """A runner with the backend named and room for so many rows, or a skip that says why this machine has none."""
     num_chunks = RESERVED_CHUNKS + rows * _chunks_of_row(loaded.geometry(page_size))
-    pool = KvPool(loaded.config, page_size, num_chunks)
+    pool, other = (KvPool(loaded.config, page_size, num_chunks, loaded.kv_dtype) for _ in range(2))
     try:
         chosen: Backend = BACKENDS[backend](config=loaded.config, pool=pool)
     except UnsupportedError as e:
         pytest.skip(f"the {backend} backend cannot serve here: {e}")
-    return ModelRunner(loaded.decoder, pool, chosen, KvPool(loaded.config, page_size, num_chunks) if swap else None)
+    return ModelRunner(loaded.decoder, pool, chosen, other if swap else None)
 
 
 def _chunks_of_row(geometry: Geometry) -> int:
@@ -112,5 +112,8 @@ def run_rows(runner: ModelRunner, rows: Sequence[Row], n: int) -> list[list[int]
 def all_logits(runner: ModelRunner, works: Sequence[RowWork]) -> torch.Tensor:
     """Logits of every token of the step, not only of those that sample."""
     with torch.inference_mode():
-        flat, decoder = flatten(works, runner.pool.page_size, runner.decoder.config), runner.decoder
-        return decoder.head(decoder.hidden(flat.tokens, torch.arange(len(flat.tokens)), runner.backend.bind(flat)))
+        decoder, backend = runner.decoder, runner.backend
+        flat = flatten(works, runner.pool.page_size, decoder.config)
+        flat = replace(flat, picked=torch.arange(len(flat.tokens)))
+        hidden, head = (backend.compile(f, decoder.config.hidden) for f in (decoder.hidden, decoder.head))
+        return head(hidden(decoder.embedded(flat.tokens), flat)).clone()

@@ -19,11 +19,17 @@ pytestmark = pytest.mark.torch
 TOKENS = 70
 
 
-@pytest.fixture(scope="module", params=["llama-gqa3", "gemma3"])
+MODELS = [(name, quantize, "fp32") for quantize in ("none", "int8") for name in ("llama-gqa3", "gemma3")]
+MODELS.append(("llama-gqa3", "none", "bf16"))
+
+
+@pytest.fixture(scope="module", params=MODELS, ids="-".join)
 def loaded(request: Any, tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     path = tmp_path_factory.mktemp("bits")
-    make(request.param).save_pretrained(path / "model")
-    loaded = load(Boot(model=str(path / "model"), threads=2, cache_dir=str(path / "cache")))
+    name, quantize, kv_dtype = request.param
+    make(name).save_pretrained(path / "model")
+    boot = Boot(model=str(path / "model"), threads=2, cache_dir=str(path / "cache"), quantize=quantize, kv_dtype=kv_dtype)
+    loaded = load(boot)
     if "independent" not in loaded.linear:
         pytest.skip("this processor's matrix products depend on the row count")
     return loaded

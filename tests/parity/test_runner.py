@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 from parity_families import make, prompt, reference_logits, reference_tokens
 from parity_rows import BACKENDS, Row, make_runner, run_rows
 
@@ -69,13 +70,13 @@ def test_the_head_never_sees_more_rows_than_a_tile(pair: tuple[Any, LoadedModel]
     _, loaded = pair
     runner, tokens, seen = make_runner(loaded, "cpu"), prompt(150), []
     plain = runner.execute([Row.of(runner, tokens, chunk=150).work()])[0].token
-    head = type(loaded.decoder).head
+    head = runner._head
 
-    def counted(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
         seen.append(len(hidden))
-        return head(self, hidden)
+        return head(hidden)
 
-    monkeypatch.setattr(type(loaded.decoder), "head", counted)
+    monkeypatch.setattr(runner, "_head", counted)
     assert scored(runner, tokens, [150], 0)[0].token == plain
     assert seen == [1, HEAD_ROWS, HEAD_ROWS, 149 - 2 * HEAD_ROWS]
 
@@ -118,6 +119,24 @@ def test_a_row_that_is_not_finite_ends_alone(pair: tuple[Any, LoadedModel], back
     assert [r.token for r in runner.execute([row.work() for row in rows])] == want
 
 
+# ---------------------------------------------------------------- what KV is stored in
+
+def test_keys_and_values_in_bfloat16(pair: tuple[Any, LoadedModel]) -> None:
+    """Half the bytes of a chunk; the same numbers that float32 has, rounded; answers near those."""
+    _, loaded = pair
+    rounded = runner_module.load(replace(loaded.boot, kv_dtype="bf16"))
+    assert rounded.model["kv_dtype"] == "bf16"
+    assert 2 * rounded.geometry(32).chunk_bytes == loaded.geometry(32).chunk_bytes
+    pools, logits = [], []
+    for each in (loaded, rounded):
+        runner = make_runner(each, "cpu")
+        logits.append(runner.logits([Row.of(runner, prompt(60), chunk=64).work()]))
+        pools.append(runner.pool.flat)
+    assert pools[1].dtype is torch.bfloat16
+    assert (logits[0] - logits[1]).abs().max() < 0.05 * logits[0].std()
+    assert not torch.equal(*logits)
+
+
 # ---------------------------------------------------------------- per-row fallback
 
 def test_a_decoder_that_cannot_batch_gets_a_forward_for_each_row(
@@ -146,10 +165,9 @@ class AloneDecoder(runner_module.Decoder):
     batched = False
     forwards: list[int] = []
 
-    def hidden(self, tokens: torch.Tensor, at: torch.Tensor, ops: Any) -> torch.Tensor:
-        assert len(at) == 1
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
         self.forwards.append(len(tokens))
-        return super().hidden(tokens, at, ops)
+        return super().embedded(tokens)
 
 
 def test_sampling_settings_of_rows_do_not_mix(pair: tuple[Any, LoadedModel]) -> None:

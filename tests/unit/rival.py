@@ -14,17 +14,23 @@ from pathlib import Path
 from aiohttp import web
 
 PASS_SECONDS = {"slow": 1.0, "quick": 0.003}
+GATHER = 0.3
+"""Seconds that the first of a burst waits for the others, so that they decode together however slow the machine is."""
 
 
 class Rival:
     def __init__(self, mode):
-        self.mode, self.requests, self.tokens, self.passes, self.waiting = mode, 0, 0, 0, 0
+        self.mode, self.requests, self.tokens, self.passes, self.waiting, self.open = mode, 0, 0, 0, 0, 0
         self.turn = asyncio.Condition()
 
     async def run(self):
         """A pass; every stream that waits gets a token."""
+        first = True
         while True:
             await asyncio.sleep(PASS_SECONDS.get(self.mode, 0.02))
+            if first and self.open:
+                await asyncio.sleep(GATHER)
+            first = not self.open
             async with self.turn:
                 self.passes += bool(self.waiting)
                 self.waiting = 0
@@ -32,7 +38,7 @@ class Rival:
 
     async def completions(self, request):
         body = await request.json()
-        self.requests += 1
+        self.requests, self.open = self.requests + 1, self.open + 1
         if self.mode == "mortal" and self.requests > 3:
             print("out of memory, or so", flush=True)
             os._exit(3)
@@ -49,6 +55,7 @@ class Rival:
             await answer.write(f"data: {json.dumps(data)}\n\n".encode())
         usage = {"choices": [], "usage": {"completion_tokens": tokens}}
         await answer.write(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
+        self.open -= 1
         return answer
 
     async def metrics(self, _):

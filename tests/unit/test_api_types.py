@@ -26,6 +26,22 @@ def test_generated_files_are_as_committed() -> None:
         assert (ROOT / path).read_text() == text, f"{path} is out of date: run `make generate`"
 
 
+STRUCTURAL = {
+    "type", "format", "description", "properties", "items", "additionalProperties", "required", "default", "enum", "pattern",
+    "minimum", "maximum", "minLength", "maxLength", "maxItems", "maxProperties", "anyOf",
+}
+"""What the schema of a definition may be made of; the API server refuses it whole for any other word of JSON schema."""
+
+
+def test_the_schema_has_no_word_that_an_api_server_does_not_know() -> None:
+    def words(node: dict[str, Any]) -> set[str]:
+        inner = [*node.get("properties", {}).values(), *(node[k] for k in ("items", "additionalProperties") if k in node)]
+        return set(node).union(*(words(part) for part in inner if isinstance(part, dict)))
+
+    found = words(crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    assert {word for word in found if not word.startswith("x-kubernetes-")} <= STRUCTURAL
+
+
 def test_the_charts_copy_is_the_same_crd() -> None:
     text = (ROOT / "charts/weir/templates/crd.yaml").read_text()
     plain = [line for line in text.splitlines() if "{{" not in line and line != "  annotations:"]
@@ -73,6 +89,7 @@ def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     ({"engine": {"extraArgs": ["-b"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
     ({"engine": {"extraArgs": ["--api-key=x"]}}, "spec.engine.extraArgs: must be flags of weir-server"),
     ({"model": {"source": "file:///m", "cache": {"size": "1Gi"}}}, "spec.model: cache is for sources that are downloaded"),
+    ({"model": {"source": "file:///m", "quantization": "int5"}}, "spec.model.quantization: Input should be 'auto', 'int8' or"),
     ({"model": {"source": "hf://a/b", "cache": {}}}, "spec.model.cache: give either size"),
     ({"model": {"source": "hf://a/b", "cache": {"claimName": "c", "storageClassName": "s"}}}, "claim that the operator makes"),
     ({"model": {"source": "hf://a/b", "sha256": "0" * 64}}, "spec.model: sha256 is of one file"),

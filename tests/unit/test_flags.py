@@ -87,6 +87,8 @@ BECOMES: list[tuple[list[str], dict[str, Any]]] = [
     (["--ctx-size", "8192"], {"context_per_slot": 2048}),
     (["--threads", "3"], {"threads": 3}),
     (["--dtype", "float16"], {"dtype": "float16"}),
+    (["--kv-cache-dtype", "bf16"], {"kv_dtype": "bf16"}),
+    (["--quantize", "int8"], {"quantize": "int8"}),
     (["--cache-dir", "/x"], {"cache_dir": "/x"}),
     (["--deterministic"], {"deterministic": True}),
     (["--decode-storage-backend", "paged"], {}),
@@ -151,6 +153,8 @@ def test_dense_is_one_page_for_the_context_of_a_row(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(("given", "words"), [
     ({"scheduler": "lifo"}, "--scheduler lifo: it is fifo or prefill_first."),
+    ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8: it is fp32 or bf16."),
+    ({"quantize": "int5"}, "--quantize int5: it is auto, int8 or none."),
     ({"pressure_policy": "random"}, "--pressure-policy random: it is auto, newest_stalled or least_progress."),
     ({"preemption_policy": "shortest"}, "longest-first or lowest-priority"),
     ({"decode_storage_backend": "sparse"}, "auto, paged or dense"),

@@ -40,6 +40,7 @@ RESTARTS = {
     "model.source": ({"model": {"source": "file:///models/other.gguf"}}, True),
     "model.servedName": ({"model": {**MODEL, "servedName": "x"}}, True),
     "model.maxModelLen": ({"model": {**MODEL, "maxModelLen": 4096}}, True),
+    "model.quantization": ({"model": {**MODEL, "quantization": "int8"}}, True),
     "model.dtype": ({"model": {**MODEL, "dtype": "float32"}}, True),
     "model.endpoint": ({"model": {**HUB, "endpoint": "https://hub.example"}}, True, {"model": HUB}),
     "model.sha256": (
@@ -229,7 +230,7 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     serve = get_command(app)
     known = {name for param in serve.params for name in (*param.opts, *param.secondary_opts)}
     everything = resource(
-        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512, "dtype": "float32"},
+        model={"source": "file:///m.gguf", "servedName": "x", "maxModelLen": 512, "quantization": "int8", "dtype": "float32"},
         engine={
             "limits": {"maxBatchSize": 8, "kvCache": "1Gi", "batchTokens": 64}, "prefillChunkTokens": 0, "threads": 1,
             "prefillGrantInterval": 0, "prefixCaching": False, "scheduler": "prefill_first", "preemption": "lowest-priority",
@@ -241,7 +242,7 @@ def test_the_server_knows_every_flag_that_it_is_given() -> None:
     assert not any(arg.split("=")[0] in NOT_YET for arg in container["args"])
     flags = {arg.split("=")[0] for arg in container["args"] if arg.startswith("--")}
     assert flags - known == set()
-    assert "--cpu-offload-space=0.5" in container["args"]
+    assert {"--cpu-offload-space=0.5", "--quantize=int8"} <= set(container["args"])
     assert len(flags) >= 20
 
 

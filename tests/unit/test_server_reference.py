@@ -12,7 +12,7 @@ from weir_server.cli.serve import announce
 
 ROOT = Path(__file__).parents[2]
 TABLE = """--host --port --control-port --control-host --control-token-file --api-key --api-key-file --served-model-name
---ctx-size --dtype --parallel --n-parallel --max-batch-size --max-queue-depth --scheduler --max-batch-tokens
+--ctx-size --dtype --quantize --parallel --n-parallel --max-batch-size --max-queue-depth --scheduler --max-batch-tokens
 --max-requests-per-batch --prefill-chunk-size -b --batch-size --prefill-grant-interval --max-batch-prefill
 --max-batch-prefill-tokens
 --kv-cache-budget --kv-cache-budget-min --boot-file --kv-admission-watermark --safety-margin --page-size --num-blocks

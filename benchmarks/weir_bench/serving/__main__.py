@@ -15,7 +15,7 @@ import psutil
 from weir_bench import results, tables
 from weir_bench.servers import ServerError
 from weir_bench.serving import __doc__ as doc
-from weir_bench.serving import latency, peers, replay, side_by_side, start
+from weir_bench.serving import footprint, latency, peers, replay, side_by_side, start
 from weir_bench.serving.run import FULL, SHORT, Run
 from weir_operator.simulate.traces import TraceError
 from weir_server.model.files import ModelError, resolve
@@ -25,7 +25,8 @@ SHORT_TABLES: dict[str, Table] = {
     "float32": side_by_side.float32, "int8": side_by_side.int8, "waves": latency.waves, "poisson": latency.poisson,
     "start": start.start,
 }  # fmt: skip
-TABLES: dict[str, Table] = {**SHORT_TABLES, "peers": side_by_side.peers, "replay": replay.replay}
+TABLES: dict[str, Table] = {**SHORT_TABLES, "peers": side_by_side.peers, "footprint": footprint.footprint,
+                            "replay": replay.replay}
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -35,6 +36,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("tables", nargs="*", metavar="TABLE", help=f"default: {', '.join(SHORT_TABLES)}; with --full all")
     parser.add_argument("--full", action="store_true", help="more rounds, more contenders (an hour)")
     parser.add_argument("--rounds", type=int, help="another number of rounds")
+    parser.add_argument("--add", action="store_true", help="add rounds to raw data of the same code instead of replacing it")
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize (default: PATH)")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="with recorded traces, for the table replay")
     parser.add_argument("--no-page", action="store_true", help="leave docs and README as they are")
@@ -50,10 +52,10 @@ async def measure(args: argparse.Namespace) -> None:
         setting = peers.Setting(
             args.model, resolve(args.model), Path(folder), psutil.cpu_count() or 1, peers.find_llama(args.llama)
         )
-        run = Run(setting, form, args.output, args.traces)
+        run = Run(setting, form, args.output, args.traces, args.add)
         for name in args.tables or (TABLES if args.full else SHORT_TABLES):
             began = time.monotonic()
-            run.skipped.clear()
+            run.begin()
             print(f"--- {name}: {(TABLES[name].__doc__ or '').strip()}", flush=True)
             path = await TABLES[name](run)
             print(f"{path or 'nothing to measure'} ({time.monotonic() - began:.0f} s)", flush=True)

@@ -49,7 +49,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """`missing`: one sentence where it cannot run here. `isa`: instruction sets of the kernels that it says it uses.
+    """`missing`: one sentence where it cannot run here. `isa`: instruction sets of the kernels that it uses, None where it is
+    not asked.
     `weight_bytes`, `kv_element`: bytes of a weight, and of a number in its KV cache."""
 
     name: str
@@ -135,7 +136,8 @@ WEIGHT_BYTES = {"float32": 4.0, "int8": 1.125, "F32": 4.0, "Q8_0": 34 / 32, "Q4_
 
 
 def _llama(kind: str, precision: str, kv: str) -> Contender:
-    """llama-server on `kind` of weights, made from the same file by llama-quantize; `kv`: of the cache, f16 as it comes."""
+    """llama-server on `kind` of weights, made from the same file by llama-quantize; `kv`: of the cache, f16 as it comes.
+    -lv 4: its log names its kernels, and gains some lines a request."""
 
     @asynccontextmanager
     async def start(s: Setting) -> AsyncIterator[Running]:
@@ -145,7 +147,7 @@ def _llama(kind: str, precision: str, kv: str) -> Contender:
             ["env", f"LD_LIBRARY_PATH={s.llama}", s.llama / "llama-server", "-m", model, "--host", "127.0.0.1",
              "--port", str(port), "-np", str(s.slots), "-c", str(s.slots * s.slot_tokens), "-t", str(s.threads),
              "-tb", str(s.threads), "-b", "2048", "-ub", "512", "-ctk", kv, "-ctv", kv, "--cont-batching", "--no-webui",
-             "--metrics", "--cache-ram", "0"], port, "/health",
+             "--metrics", "--cache-ram", "0", "-lv", "4"], port, "/health",
         ) as running:  # fmt: skip
             yield running
 
@@ -222,8 +224,8 @@ def _adapted(system: str, module: str, precision: str, weight_bytes: float, kv_e
         async with started(command, port, "/health") as running:
             yield running
 
-    async def isa(running: Running) -> list[str]:
-        return []
+    async def isa(_: Running) -> None:
+        return None
 
     def missing(s: Setting) -> str | None:
         return None if importlib.util.find_spec(module) else f"{system} is not installed"
@@ -247,4 +249,3 @@ CONTENDERS = (
     _adapted("transformers", "transformers", "float32", 4.0, 4),
     _adapted("openvino-genai", "openvino_genai", "as the file", 20 / 32, 2),
 )
-BY_NAME = {c.name: c for c in CONTENDERS}

@@ -26,12 +26,12 @@ def side_by_side(d: Data) -> list[str]:
 
 def told(doc: Document) -> list[str]:
     """How the figures came about."""
-    rounds = 1 + max((c.round for c in doc.cells), default=-1)
+    rounds = rounds_of(doc)
     lag, cpu = max(c.generator_lag_p99 for c in doc.cells), max(c.generator_cpu for c in doc.cells)
     lines = [
         f"{doc.work['prompt']} tokens in, {doc.work['output']} out, greedy, ignore_eos, no prefix cache, streams; "
-        f"{rounds} rounds, servers in turn. Load generator: p99 lag at most {lag * 1e3:.1f} ms, at most {cpu:.0%} of a core. "
-        + "; ".join(f"{s.name}: kernels {', '.join(s.isa) or 'not told'}" for s in doc.servers) + "."
+        f"{counted(rounds, 'round')}, servers in turn. Load generator: p99 lag at most {lag * 1e3:.1f} ms, at most "
+        f"{cpu:.0%} of a core. " + "; ".join(f"{s.name}: kernels {', '.join(s.isa) or 'not told'}" for s in doc.servers) + "."
     ]  # fmt: skip
     return lines + [f"Skipped: {why}." for why in doc.skipped]
 
@@ -81,7 +81,7 @@ def shares(doc: Document) -> list[str]:
     kinds = dict.fromkeys((s.phase, s.clients, s.roof) for s in doc.shares)
     value = {(s.server, s.phase, s.clients, s.roof): s.share for s in doc.shares}
     rows = [
-        (f"{phase}, {n} clients, of the {roof} roof",
+        (f"{phase}, {counted(n, 'client')}, of the {roof} roof",
          *(f"{value[s, phase, n, roof]:.0%}" if (s, phase, n, roof) in value else "–" for s in servers))
         for phase, n, roof in kinds
     ]  # fmt: skip
@@ -97,6 +97,14 @@ def ranged(s: Spread | Data, scale: float, digits: int) -> str:
     of = s if isinstance(s, Spread) else msgspec.convert(s, Spread)
     median, least, most = (f"{v * scale:.{digits}f}" for v in (of.median, of.least, of.most))
     return f"{median} ({least}–{most})" if of.n > 1 else median
+
+
+def rounds_of(doc: Document) -> int:
+    return 1 + max((c.round for c in doc.cells), default=-1)
+
+
+def counted(n: int, what: str) -> str:
+    return f"{n} {what}" + ("" if n == 1 else "s")
 
 
 def waves(d: Data) -> list[str]:
@@ -156,7 +164,8 @@ def readme(folder: Path) -> list[str]:
             continue
         doc = msgspec.json.decode(path.read_bytes(), type=Document)
         m = doc.machine
-        machines.append(f"{precision}: {m['cpu']}, {m['cores']} cores, {', '.join(m['isa'])}, {doc.date[:10]}, {doc.form} form")
+        of_what = f"{m['cpu']}, {m['cores']} cores, {', '.join(m['isa'])}, {doc.date[:10]}"
+        machines.append(f"{precision}: {of_what}, {counted(rounds_of(doc), 'round')}")
         for n in doc.work["clients"]:
             of = {c.figure: c for c in doc.claims if c.clients == n}
             if tokens := of.get("tokens_per_second"):

@@ -57,10 +57,10 @@ async def all_up(contenders: Sequence[Contender], setting: Setting) -> AsyncIter
             except ServerError as e:
                 raise ServerError(f"{contender.name}: {e}") from None
             isa = await contender.isa(running)
-            if isa:
+            if isa is not None:
                 peers.refuse_other_kernels(contender.name, isa, machine)
             version = await asyncio.to_thread(contender.version, setting)
-            server = contender.server(running, shape, isa, version, 0.0)
+            server = contender.server(running, shape, isa or [], version, 0.0)
             up[contender.name] = Up(contender, running, server)
             await load(up[contender.name], -1, setting.slots, setting.slots, prompt=32, output=8)  # memory, clocks, connections
         yield {name: await _quiet(u, shape) for name, u in up.items()}
@@ -125,7 +125,7 @@ async def _end(u: Up) -> str:
 def cell(u: Up, report: Report, round: int, clients: int, prompt: int, output: int, rows: float, cpu: float) -> Cell:
     outcomes = report.outcomes
     ttft = [o.ttft for o in outcomes if o.ttft is not None]
-    gaps, tokens = all_gaps(outcomes), sum(o.tokens for o in outcomes)
+    gaps, tokens = all_gaps(outcomes) if output > 1 else [], sum(o.tokens for o in outcomes)
     return Cell(
         u.name, round, clients, len(outcomes), prompt, output, report.seconds, tokens / report.seconds,
         quantile(ttft, 0.5) or 0.0, quantile(ttft, 0.95) or 0.0, quantile(gaps, 0.5), quantile(gaps, 0.95),

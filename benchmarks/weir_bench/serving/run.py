@@ -13,8 +13,9 @@ import msgspec
 
 from weir_bench import results, roofs
 from weir_bench.roofs import Roofs
+from weir_bench.servers import ServerError
 from weir_bench.serving.peers import CONTENDERS, Contender, Setting
-from weir_bench.serving.record import Cell, Claim, Server, Share
+from weir_bench.serving.record import Cell, Claim, Document, Server, Share
 
 say = partial(print, flush=True)
 
@@ -39,7 +40,7 @@ class Form:
     """Of an open loop."""
 
 
-SHORT = Form("short", rounds=2, each={1: 2, 8: 1, 16: 1, 32: 1}, waves=2, seconds=30)
+SHORT = Form("short", rounds=2, each={1: 2, 8: 1, 16: 1, 32: 1}, waves=1, seconds=30)
 FULL = Form("full", rounds=5, each={1: 4, 8: 2, 16: 2, 32: 1}, waves=4, seconds=90)
 
 
@@ -51,11 +52,17 @@ class Run:
     form: Form
     output: Path
     traces: Path | None = None
+    add: bool = False
+    """Rounds of a table of contenders are added to those in its raw JSON, instead of taking their place."""
     say: Callable[[str], None] = say
     skipped: list[str] = field(default_factory=list)
     roofs: list[Roofs] = field(default_factory=list)
     gemm: float | None = None
     _program: Path | None = None
+
+    def begin(self) -> None:
+        """Another table."""
+        self.skipped, self.roofs = [], []
 
     def contenders(self, wanted: Iterable[Contender]) -> list[Contender]:
         """Those that can run here; each of the others is skipped by name, in one line."""
@@ -75,8 +82,22 @@ class Run:
             if self._program is None:
                 self.say("no roofs: there is no C compiler")
                 return
-            self.gemm = await asyncio.to_thread(roofs.gemm_peak)
+            self.gemm = max(self.gemm or 0.0, await asyncio.to_thread(roofs.gemm_peak))
         self.roofs.append(await asyncio.to_thread(roofs.measure, self._program, seconds))
+
+    def before(self, name: str) -> Document | None:
+        """What the table's raw JSON holds already, if it is to be added to. Raises ServerError where that was measured with
+        other code or on another machine."""
+        path = self.output / f"serving-{name}.json"
+        if not self.add or not path.exists():
+            return None
+        doc, now = msgspec.json.decode(path.read_bytes(), type=Document), results.machine()
+        for what in ("cpu", "isa", "commit", "versions"):
+            if doc.machine.get(what) != now[what]:
+                raise ServerError(f"{path} can't be added to: its {what} is {doc.machine.get(what)}, here it is {now[what]}")
+        self.roofs = [*doc.roofs_measured, *self.roofs]
+        self.gemm = max((r.gemm for r in (doc.roofs, self.best_roofs()) if r and r.gemm), default=None)
+        return doc
 
     def best_roofs(self) -> Roofs | None:
         return roofs.best(self.roofs, self.gemm) if self.roofs else None

@@ -10,8 +10,8 @@ from weir_bench.serving.peers import Contender
 from weir_bench.serving.record import OUTPUT, PROMPT, Cell, Server, Share
 from weir_bench.serving.run import Load, Run, named
 
-PREFILL = Load(16, 16, 1)
-"""Nothing but prompts."""
+PREFILL = Load(8, 8, 1)
+"""Nothing but prompts: eight of them, a thousand tokens."""
 
 
 async def float32(run: Run) -> Path | None:
@@ -38,7 +38,9 @@ async def measure(run: Run, name: str, wanted: Sequence[Contender], clients: Seq
         return None
     clients = clients or tuple(run.form.each)
     loads = [Load(n, n * run.form.each[n], OUTPUT) for n in clients] + [PREFILL]
-    cells: list[Cell] = []
+    earlier = run.before(name)
+    cells: list[Cell] = list(earlier.cells) if earlier else []
+    first = 1 + max((c.round for c in cells), default=-1)
     async with rounds.all_up(able, run.setting) as up:
         await run.measure_roofs()
         last = 0
@@ -46,7 +48,7 @@ async def measure(run: Run, name: str, wanted: Sequence[Contender], clients: Seq
             if round != last:
                 await run.measure_roofs()
                 last = round
-            cells.append(await rounds.load(up[server], round, load.clients, load.requests, output=load.output))
+            cells.append(await rounds.load(up[server], first + round, load.clients, load.requests, output=load.output))
             run.say(line(cells[-1]))
         await run.measure_roofs()
         servers = rounds.by_name(up)

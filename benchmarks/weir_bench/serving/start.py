@@ -18,14 +18,14 @@ PROMPT = 16
 
 async def start(run: Run) -> Path | None:
     """Seconds from the start of the process to readiness and to the first token of one request."""
-    able = run.contenders([*named("weir"), *named("llama.cpp", "float32")[:1]])
+    able = {c.name: c for c in run.contenders([*named("weir"), *named("llama.cpp", "float32")[:1]])}
     shape, servers = peers.shape_of(run.setting.path), {}
     cells: list[dict[str, Any]] = []
-    for round, _, name in figures.turns(STARTS + 1, (0,), [c.name for c in able]):
-        contender, began = peers.BY_NAME[name], time.monotonic()
+    for round, _, name in figures.turns(STARTS + 1, (0,), list(able)):
+        contender, began = able[name], time.monotonic()
         async with contender.start(run.setting) as running:
             ready = time.monotonic() - began
-            server = contender.server(running, shape, await contender.isa(running), contender.version(run.setting), 0.0)
+            server = contender.server(running, shape, await contender.isa(running) or [], contender.version(run.setting), 0.0)
             up = servers[name] = Up(contender, running, server)
             async with up.client(seed=round) as client:
                 report = await closed_loop(client, 1, [Arrival(0, PROMPT, 1)])

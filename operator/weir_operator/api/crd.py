@@ -37,6 +37,8 @@ def _structural(node: Any, definitions: dict[str, Any]) -> Any:
         found = _structural({**only, **{k: v for k, v in node.items() if k not in ("anyOf", "default")}}, definitions)
         return {k: v for k, v in found.items() if k != "default"}  # what was left out stays absent
     out = {k: v for k, v in node.items() if k not in ("title", "additionalProperties", "properties", "items")}
+    if "const" in out:  # which a structural schema does not have
+        out = {("enum" if k == "const" else k): ([v] if k == "const" else v) for k, v in out.items()}
     if isinstance(of_values := node.get("additionalProperties"), dict):
         out["additionalProperties"] = of_values
     if "description" in out:

@@ -78,6 +78,9 @@ class Model(Part):
     """The id under /v1/models, byte for byte. Default: the file's name, or ORG/NAME of a Hub's repository."""
     max_model_len: Annotated[int, Field(ge=512, le=2_000_000)] | None = None
     """Longest prompt plus answer of one row, in tokens. Default: what the model was trained for."""
+    quantization: Literal["auto", "int8", "none"] | None = None
+    """How weights are held: `int8` (8 bits, a quarter of the memory), `none` (float32), or `auto`, the default (8 bits where
+    the file's own weights are that, to the bit; else float32)."""
     dtype: Literal["float32"] | None = None
     """Type that the weights are computed in. The server has this one; others are refused here until it serves them."""
     endpoint: Annotated[str, Field(max_length=512, pattern="^https?://[^/ ]+(/[^ ]*)?$")] | None = None

@@ -242,7 +242,8 @@ class Spec(Part):
         ),
         (
             "self.tuning.envelope != 'Roll' || "
-            "(has(self.engine.limits.maxBatchSize) && has(self.tuning.knobs.maxBatchSize.max))",
+            "(has(self.engine.limits) && has(self.engine.limits.maxBatchSize) && has(self.tuning.knobs) && "
+            "has(self.tuning.knobs.maxBatchSize) && has(self.tuning.knobs.maxBatchSize.max))",
             _ENDLESS,
         ),
         ("!self.sidecar || has(self.template)", _LONELY),

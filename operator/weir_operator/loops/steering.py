@@ -62,7 +62,7 @@ class Pod:
 
     def view(self, name: str) -> PodView:
         model = self.control.model if self.control else {}
-        kind = "/".join(str(model.get(k, "")) for k in ("family", "dtype", "decode_path", "isa"))
+        kind = "/".join(str(model.get(k, "")) for k in ("family", "dtype", "weights", "decode_path", "isa"))
         return PodView(name, kind, self.control, tuple(self.polls))
 
 

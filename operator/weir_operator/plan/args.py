@@ -24,6 +24,7 @@ def server_args(spec: Spec, parallel: int = PARALLEL) -> list[str]:
     if spec.model.max_model_len is not None:  # the flag is the whole server's budget
         args.append(f"--ctx-size={spec.model.max_model_len * parallel}")
     for flag, value in (
+        ("quantize", spec.model.quantization),
         ("dtype", spec.model.dtype),
         ("threads", engine.threads),
         ("max-requests-per-batch", limits.max_batch_size),

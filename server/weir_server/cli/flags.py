@@ -18,7 +18,7 @@ API, MODEL, BATCH, PREFILL, KV, PRESSURE, OPERATION = (
 )  # fmt: skip
 
 NOT_YET = (
-    "--quantize", "--draft-kind", "--prompt-lookup-max-batch", "--q-padding-interval-size", "--kv-padding-interval-size",
+    "--draft-kind", "--prompt-lookup-max-batch", "--q-padding-interval-size", "--kv-padding-interval-size",
     "--no-cuda-graphs", "--no-async-batching",
 )  # fmt: skip
 """Flags whose features do not exist yet: refused by name, rather than accepted and ignored."""
@@ -42,6 +42,14 @@ class LoadFlags:
     """What loading a model depends on."""
 
     dtype: Annotated[str, option(MODEL, "--dtype", help="Type that the weights are computed in.")] = "float32"
+    kv_cache_dtype: Annotated[
+        str, option(MODEL, "--kv-cache-dtype", help="fp32, or bf16: half the memory, rounded keys and values.")
+    ] = "fp32"
+    quantize: Annotated[
+        str,
+        option(MODEL, "--quantize", help="int8: 8-bit weights, a quarter of the memory; none: float32; auto: 8 bits where the "
+                                         "file's own weights are that, to the bit."),
+    ] = "auto"
     cache_dir: Annotated[str | None, option(MODEL, "--cache-dir", help="Where converted weights are kept.")] = None
     threads: Annotated[int | None, option(MODEL, "--threads", min=1, max=1024, help="Default: the cgroup's CPU quota.")] = None
     deterministic: Annotated[

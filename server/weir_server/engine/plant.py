@@ -1,4 +1,4 @@
-"""The server's measurement of itself at boot: step = a + b·rows + c·context + p·prefill tokens, in at most two seconds.
+"""The server's measurement of itself at boot: step = a + b·rows + c·context + p·prefill tokens, in about half a second.
 
 Four kinds of step are timed, interleaved so that a disturbance hits all of them alike, and their medians solved for the
 four coefficients. Rows share the blocks of their context, and one ring where there are sliding layers: the time of a step does
@@ -17,9 +17,12 @@ from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.kv.shape import Shape
 from weir_server.link.messages import Sampling
 
-SECONDS = 1.8
+SECONDS = 0.5
+"""After which no further step begins, once there is one of each kind: part of the time to a pod's first token."""
 SHORT, LONG = 16, 512
 ROWS = 8
+CHUNK = 64
+"""Most prompt tokens of a step: from here on, a step's time is proportional to them."""
 REPEATS = 7
 _SAMPLING = Sampling(max_tokens=1 << 20, temperature=0.0)
 
@@ -39,7 +42,7 @@ def measure(
     rows = max(2, min(ROWS, max_rows, most // 2)) if runner.supports_batching and min(max_rows, most // 2) > 1 else 1
     room = (most - rows) * size  # tokens of the shared context: each row writes a block of its own behind it
     short, long = min(SHORT, room, context - 1), min(LONG, room, context - 1)
-    chunk = max(1, min(prefill_tokens, room, context - 1))
+    chunk = max(1, min(prefill_tokens, CHUNK, room, context - 1))
 
     def decode(n: int, held: int) -> list[RowWork]:
         start = held // size * size

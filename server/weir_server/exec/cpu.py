@@ -1,4 +1,4 @@
-"""The `cpu` backend: the C kernels of kernels.c through ctypes, one call for each operation of a layer.
+"""The `cpu` backend: forwards as programs (exec/program.py) that C runs, over our own products and kernels.
 
 The library is an optional extension of the wheel: where no compiler was at hand it is absent, and `gather` serves.
 """
@@ -7,55 +7,20 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from weir_server.contract import SLIDING
 from weir_server.exec.gather import rotary_table
+from weir_server.exec.library import Attention, load_library
 from weir_server.exec.pool import KvPool
-from weir_server.exec.step import Step, UnsupportedError
+from weir_server.exec.program import Program, Tracer
+from weir_server.exec.step import NO_STEP, Compiled, Step, UnsupportedError
 from weir_server.model.config import DecoderConfig
+from weir_server.model.decoder import Forward
 
 _LANES = 16
-
-_LEVELS = {"AVX2": 1, "AVX512": 2}
-"""torch's word for what it uses (ATEN_CPU_CAPABILITY lowers it) → the kernels' instruction set; others get the baseline."""
-
-
-class _Attention(ctypes.Structure):
-    """`Attention` of kernels.c."""
-
-    _fields_ = [
-        ("pool", ctypes.c_void_p), ("half", ctypes.c_int64),
-        ("heads", ctypes.c_int), ("kv_heads", ctypes.c_int), ("dim", ctypes.c_int), ("page", ctypes.c_int),
-        ("window", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float), ("eps", ctypes.c_float),
-        ("positions", ctypes.c_void_p), ("row_of", ctypes.c_void_p), ("tables", ctypes.c_void_p),
-        ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("q_norm", ctypes.c_void_p), ("k_norm", ctypes.c_void_p),
-        ("scratch_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
-    ]  # fmt: skip
-
-
-def load_library() -> ctypes.CDLL:
-    """The compiled kernels. Raises UnsupportedError where there are none, or where torch brings no OpenMP that they can use."""
-    found = sorted(Path(__file__).parent.glob("_kernels*.so"))
-    if not found:
-        raise UnsupportedError("the C kernels were not built")
-    try:
-        library = ctypes.CDLL(str(found[0]))
-    except OSError as e:
-        raise UnsupportedError(f"the C kernels do not load: {e}") from None
-    if not hasattr(library, "weir_attention_bytes") or library.weir_attention_bytes() != ctypes.sizeof(_Attention):
-        raise UnsupportedError("the C kernels were built from other sources: build them again")
-    pointer, number = ctypes.c_void_p, ctypes.c_int
-    library.weir_add_rms_norm.argtypes = [pointer, pointer, pointer, pointer, number, number, ctypes.c_float]
-    library.weir_gated.argtypes = [pointer, pointer, number, number, number]
-    library.weir_attention.argtypes = [pointer, pointer, pointer, number, pointer, number, ctypes.c_int64]
-    library.weir_select(_LEVELS.get(torch.backends.cpu.get_cpu_capability(), 0))
-    for name in ("weir_add_rms_norm", "weir_gated", "weir_attention"):
-        getattr(library, name).restype = None
-    return library
 
 
 class CpuBackend:
@@ -70,75 +35,48 @@ class CpuBackend:
                 raise UnsupportedError(f"the C kernels need a {what} that is a multiple of {_LANES}, not {size}")
         self.config, self.pool, self.library = config, pool, load_library()
         self.rotary = {kind: rotary_table(config, kind) for kind in config.layers_of}
-        page = pool.flat.data_ptr(), 4 * pool.page_floats
-        self.layers = [(kind, page[0] + page[1] * ordinal) for kind, ordinal in config.ordinals]
-        self.gelu = int(config.traits.activation == "gelu_tanh")
-        self.queries = int(self.library.weir_max_queries())
+        kinds = list(config.layers_of)
+        self.layers = [(kinds.index(kind), pool.page * ordinal) for kind, ordinal in config.ordinals]
+        self.tile = max(1, int(self.library.weir_max_queries()) // (c.heads // c.kv_heads))
         self.scratch = torch.empty(0)
 
-    def bind(self, step: Step) -> CpuOps:
-        return CpuOps(self, step)
+    def compile(self, forward: Forward, width: int) -> Compiled:
+        """Raises UnsupportedError where products are not ours."""
+        program = Program(self.library, Tracer(self.config, self.layers), forward, width)
+        return lambda x, step=NO_STEP: self._run(program, x, step)
 
-    def scratch_for(self, longest: int) -> tuple[int, int]:
-        """Address of room for the scores of one tile for each thread, and its floats a thread; it only grows."""
-        stride = self.queries * -(-longest // 256) * 256
+    def _run(self, program: Program, x: torch.Tensor, step: Step) -> torch.Tensor:
+        if step is NO_STEP:
+            return program(x, step.picked)
+        row_of = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
+        tables = {kind: self.pool.offsets(kind, table) for kind, table in step.tables.items()}
+        tiles, scratch = _tiles(step.starts, self.tile), self._scratch_for(step.longest)
+        kinds = (Attention * len(tables))(*(self._attention(kind, step, row_of, tables[kind], scratch) for kind in tables))
+        return program(
+            x, step.picked, int(step.positions.sum(dtype=np.int64)), attention=ctypes.addressof(kinds),
+            tiles=tiles.ctypes.data, n_tiles=len(tiles),
+        )  # fmt: skip
+
+    def _scratch_for(self, longest: int) -> tuple[int, int]:
+        """Floats for each thread, and the address, of room for the scores of one tile; it only grows."""
+        stride = int(self.library.weir_max_queries()) * -(-longest // 256) * 256
         if self.scratch.numel() < stride * torch.get_num_threads():
             self.scratch = torch.empty(stride * torch.get_num_threads())
-        return self.scratch.data_ptr(), stride
+        return stride, self.scratch.data_ptr()
 
-
-class CpuOps:
-    """See model.decoder.Ops."""
-
-    def __init__(self, backend: CpuBackend, step: Step) -> None:
-        c = backend.config
-        self.backend, self.library, self.config, self.step = backend, backend.library, c, step
-        self.row_of = np.repeat(np.arange(len(step.starts) - 1, dtype=np.int32), np.diff(step.starts))
-        self.tiles = _tiles(step.starts, max(1, backend.queries // (c.heads // c.kv_heads)))
-        self.scratch = backend.scratch_for(step.longest)
-        self.kinds = {kind: self._attention_of(kind) for kind in step.tables}
-
-    def _attention_of(self, kind: str) -> tuple[_Attention, np.ndarray, int]:
-        """The kernel's arguments for layers of a type but for what differs between those, its tables (to be kept alive), and
-        the multiply-adds of a layer."""
-        c, step, backend = self.config, self.step, self.backend
+    def _attention(
+        self, kind: str, step: Step, row_of: np.ndarray, tables: np.ndarray, scratch: tuple[int, int]
+    ) -> Attention:
+        """The kernel's arguments for layers of a type, but for what differs between those. The arrays must outlive it."""
+        c, pool = self.config, self.pool
+        cos, sin = self.rotary[kind]
         window = (c.window or 0) if kind == SLIDING else 0
-        tables = backend.pool.offsets(kind, step.tables[kind])
-        seen = step.positions + 1 if not window else np.minimum(step.positions + 1, window)
-        cos, sin = backend.rotary[kind]
-        scratch, stride = self.scratch
-        args = _Attention(
-            0, backend.pool.half_floats, c.heads, c.kv_heads, c.head_dim, backend.pool.page_size, window, tables.shape[1],
-            c.attention_scale, c.rms_eps, step.positions.ctypes.data, self.row_of.ctypes.data, tables.ctypes.data,
-            cos.data_ptr(), sin.data_ptr(), None, None, stride, scratch,
+        return Attention(
+            pool.flat.data_ptr(), pool.half, int(pool.flat.dtype is torch.bfloat16),
+            c.heads, c.kv_heads, c.head_dim, pool.page_size, window, tables.shape[1],
+            c.attention_scale, c.rms_eps, step.positions.ctypes.data, row_of.ctypes.data, tables.ctypes.data,
+            cos.data_ptr(), sin.data_ptr(), None, None, *scratch,
         )  # fmt: skip
-        return args, tables, int(seen.sum(dtype=np.int64)) * c.heads * c.head_dim * 2
-
-    def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(residual)
-        self.library.weir_add_rms_norm(
-            None if x is None else x.data_ptr(), residual.data_ptr(), weight.data_ptr(), out.data_ptr(), *residual.shape,
-            self.config.rms_eps,
-        )  # fmt: skip
-        return out
-
-    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(len(gate_up), self.config.ffn)
-        self.library.weir_gated(gate_up.data_ptr(), out.data_ptr(), *out.shape, self.backend.gelu)
-        return out
-
-    def attention(
-        self, *, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        out = torch.empty(len(qkv), self.config.heads * self.config.head_dim)
-        kind, pool = self.backend.layers[layer]
-        args, _, work = self.kinds[kind]
-        args.pool = pool
-        args.q_norm, args.k_norm = (None if w is None else w.data_ptr() for w in (q_norm, k_norm))
-        self.library.weir_attention(
-            ctypes.byref(args), qkv.data_ptr(), out.data_ptr(), len(qkv), self.tiles.ctypes.data, len(self.tiles), work
-        )
-        return out
 
 
 def _tiles(starts: np.ndarray, most: int) -> np.ndarray:

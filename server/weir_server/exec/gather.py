@@ -12,8 +12,10 @@ import torch
 
 from weir_server.contract import SLIDING
 from weir_server.exec.pool import KvPool
-from weir_server.exec.step import Step
+from weir_server.exec.step import NO_STEP, Compiled, Step
 from weir_server.model.config import DecoderConfig
+from weir_server.model.decoder import Forward
+from weir_server.model.linear import Linear
 
 
 def rotary_table(config: DecoderConfig, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,18 +38,18 @@ class GatherBackend:
         self.ordinals = config.ordinals
         self.rotary = {kind: rotary_table(config, kind) for kind in config.layers_of}
 
-    def bind(self, step: Step) -> GatherOps:
-        return GatherOps(self, step)
+    def compile(self, forward: Forward, width: int) -> Compiled:
+        return lambda x, step=NO_STEP: forward(GatherOps(self, step), x)
 
     def pages(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [chunk, block, head, D, slot] and V [chunk, block, head, slot, D] of a layer, views of the pool."""
         kind, ordinal = self.ordinals[layer]
         pool, c = self.pool, self.config
         n, dim, page = pool.geometry.blocks_per_chunk[kind], c.head_dim, pool.page_size
-        outer = (pool.geometry.chunk_bytes // 4, c.layers_of[kind] * pool.page_floats, dim * page)
-        sizes, start = (pool.num_chunks, n, c.kv_heads), ordinal * pool.page_floats
+        outer = (pool.chunk, c.layers_of[kind] * pool.page, dim * page)
+        sizes, start = (pool.num_chunks, n, c.kv_heads), ordinal * pool.page
         keys = pool.flat.as_strided((*sizes, dim, page), (*outer, page, 1), start)
-        return keys, pool.flat.as_strided((*sizes, page, dim), (*outer, dim, 1), start + pool.half_floats)
+        return keys, pool.flat.as_strided((*sizes, page, dim), (*outer, dim, 1), start + pool.half)
 
 
 class _Row(NamedTuple):
@@ -70,6 +72,26 @@ class GatherOps:
         self.tables = {kind: torch.from_numpy(table).long() for kind, table in step.tables.items()}
         self.rows = {kind: self._rows(kind) for kind in step.tables}
 
+    def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if x is not None:
+            residual += x
+        return rms_norm(residual, weight, self.config.rms_eps)
+
+    def linear(self, *, x: torch.Tensor, weight: Linear, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return weight(x) if bias is None else weight(x).add_(bias)
+
+    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        if self.config.traits.activation == "gelu_tanh":
+            return torch.nn.functional.gelu(gate, approximate="tanh") * up
+        return torch.nn.functional.silu(gate) * up
+
+    def capped(self, *, x: torch.Tensor, cap: float) -> torch.Tensor:
+        return x.div_(cap).tanh_().mul_(cap)
+
+    def pick(self, *, x: torch.Tensor) -> torch.Tensor:
+        return x[self.step.picked]
+
     def _rows(self, kind: str) -> list[_Row]:
         page, rows = self.backend.pool.page_size, []
         window = self.config.window if kind == SLIDING else None
@@ -84,17 +106,6 @@ class GatherOps:
             rows.append(_Row(begin, end, length - first * page, self.tables[kind][r, first : -(-length // page)], hidden))
         return rows
 
-    def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        if x is not None:
-            residual += x
-        return rms_norm(residual, weight, self.config.rms_eps)
-
-    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        if self.config.traits.activation == "gelu_tanh":
-            return torch.nn.functional.gelu(gate, approximate="tanh") * up
-        return torch.nn.functional.silu(gate) * up
-
     def attention(
         self, *, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -103,13 +114,13 @@ class GatherOps:
         q, k, v = qkv.view(len(qkv), -1, c.head_dim).split([c.heads, c.kv_heads, c.kv_heads], dim=1)
         keys, values = self.backend.pages(layer)
         block, slot = self.tables[kind][self.row_of, self.positions // page], self.positions % page
-        keys[block // n, block % n, :, :, slot] = self._rotated(k, k_norm, kind)
-        values[block // n, block % n, :, slot] = v
+        keys[block // n, block % n, :, :, slot] = self._rotated(k, k_norm, kind).to(keys.dtype)
+        values[block // n, block % n, :, slot] = v.to(values.dtype)
         q = self._rotated(q, q_norm, kind)
         out = torch.empty(len(qkv), c.heads * c.head_dim)
         for begin, end, length, blocks, hidden in self.rows[kind]:
-            row_keys = keys[blocks // n, blocks % n].permute(1, 2, 0, 3).reshape(c.kv_heads, 1, c.head_dim, -1)
-            row_values = values[blocks // n, blocks % n].permute(1, 0, 2, 3).reshape(c.kv_heads, 1, -1, c.head_dim)
+            row_keys = keys[blocks // n, blocks % n].float().permute(1, 2, 0, 3).reshape(c.kv_heads, 1, c.head_dim, -1)
+            row_values = values[blocks // n, blocks % n].float().permute(1, 0, 2, 3).reshape(c.kv_heads, 1, -1, c.head_dim)
             queries = q[begin:end].view(end - begin, c.kv_heads, -1, c.head_dim).permute(1, 2, 0, 3)
             scores = (queries @ row_keys[..., :length]) * c.attention_scale
             weights = scores.masked_fill_(hidden, -torch.inf).softmax(-1)

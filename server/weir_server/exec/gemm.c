@@ -11,6 +11,8 @@
  * with a panel before it goes on. With few rows that is the speed of memory; with more, the passes over a panel that is in
  * cache leave memory idle, so each pass also fetches its part of what comes next: reading and multiplying overlap. */
 
+#include "gemm.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -22,7 +24,7 @@ extern int omp_get_thread_num(void);
 
 enum {
     WIDTH = 16,                      /* columns of a panel */
-    LINE = 64,                       /* bytes of a cache line; of a panel's floats for one k */
+    LINE = CACHE_LINE,               /* bytes of a cache line; of a panel's floats for one k */
     GROUP = 32,                      /* k that share a scale */
     GROUP_BYTES = LINE + GROUP * WIDTH,
     DEPTH = 2048,                    /* most k between two visits to y: what is fetched ahead, 128 KiB, fits half of L2 */
@@ -30,15 +32,16 @@ enum {
     AHEAD_Q8 = DEPTH_Q8 / GROUP * GROUP_BYTES, /* bytes from what is read to what is fetched */
     X_FLOATS = 1 << 16,              /* of x, for a block of rows: 256 KiB */
     LEAST_ROWS = 24, MOST_ROWS = 96, /* of a block */
-    MOST_THREADS = 64,
     SMALL = 1 << 16,                 /* multiply-adds that are not worth a second thread */
 };
 
 typedef struct {
-    int rows, rows_q8;
+    int rows, rows_q8, few, together;
     void (*tile)(int rows, int64_t K, const float *x, int64_t ldx, const float *w, float *y, int64_t ldy, int add,
                  const char *next, int lines);
-    void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, float *y, int64_t ldy);
+    void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y, int64_t ldy);
+    void (*tile_together)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y,
+                          int64_t ldy);
     void (*widen_panel)(int64_t groups, const int8_t *w, float *out);
 } Isa;
 
@@ -47,6 +50,8 @@ typedef struct {
 #define LANES 4
 #define ROWS 2
 #define ROWS_Q8 1
+#define FEW 1
+#define TOGETHER 1
 #include "gemm_tile.h"
 
 #if defined(__x86_64__)
@@ -55,6 +60,8 @@ typedef struct {
 #define LANES 8
 #define ROWS 6
 #define ROWS_Q8 4
+#define FEW 2
+#define TOGETHER 2
 #include "gemm_tile.h"
 
 #define NAME(x) avx512_##x
@@ -62,6 +69,8 @@ typedef struct {
 #define LANES 16
 #define ROWS 12
 #define ROWS_Q8 4
+#define FEW 2
+#define TOGETHER 4
 #include "gemm_tile.h"
 
 static const Isa *const isas[] = {&plain_isa, &avx2_isa, &avx512_isa};
@@ -106,7 +115,7 @@ static void panel_f32(const Isa *isa, int64_t m, int64_t K, const float *x, int6
 static void panel_q8(const Isa *isa, int64_t m, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
     const int8_t *here = w;
     if (m <= isa->rows_q8) {
-        isa->tile_q8((int)m, K, x, ldx, here, y, ldy);
+        isa->tile_q8((int)m, K, x, ldx, here, ceil_div(K, GROUP) * GROUP_BYTES, y, ldy);
         return;
     }
     float wide[DEPTH_Q8 * WIDTH] __attribute__((aligned(LINE)));
@@ -121,38 +130,53 @@ static void panel_q8(const Isa *isa, int64_t m, int64_t K, const float *x, int64
 
 /* ------------------------------------------------------------------------------------------------ all panels */
 
-/* All rows against panel p; the last one, where it is narrower than 16, through a copy. */
-static void multiply_panel(const Isa *isa, Panel *panel, int64_t m, int64_t N, int64_t K, const float *x, int64_t ldx,
-                           const void *w, float *y, int64_t ldy, int64_t p) {
-    int64_t width = smaller(N - p * WIDTH, WIDTH);
-    y += p * WIDTH;
-    if (width == WIDTH) {
-        panel(isa, m, K, x, ldx, w, y, ldy);
-        return;
+/* `m` rows from row `row` on against panel p and those that are taken with it; the last panel, where it is narrower than 16,
+ * through a copy. */
+static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_t row, int64_t m, int64_t p, int64_t together) {
+    int64_t width = smaller(g->N - p * WIDTH, together * WIDTH);
+    const char *w = (const char *)g->w + p * bytes;
+    const float *x = g->x + row * g->ldx, *bias = g->bias ? g->bias + p * WIDTH : 0;
+    float *y = g->y + row * g->ldy + p * WIDTH, wide[MOST_ROWS * WIDTH];
+    if (together > 1) {
+        isas[g->isa]->tile_together((int)m, g->K, x, g->ldx, (const int8_t *)w, bytes, y, g->ldy);
+    } else if (width == WIDTH) {
+        panel(isas[g->isa], m, g->K, x, g->ldx, w, y, g->ldy);
+    } else {
+        panel(isas[g->isa], m, g->K, x, g->ldx, w, wide, WIDTH);
+        for (int64_t r = 0; r < m; r++) memcpy(y + r * g->ldy, wide + r * WIDTH, width * sizeof(float));
     }
-    float wide[MOST_ROWS * WIDTH];
-    panel(isa, m, K, x, ldx, w, wide, WIDTH);
-    for (int64_t r = 0; r < m; r++) memcpy(y + r * ldy, wide + r * WIDTH, width * sizeof(float));
+    for (int64_t r = 0; bias && r < m; r++)
+        for (int64_t j = 0; j < width; j++) y[r * g->ldy + j] += bias[j];
 }
 
-/* A thread takes the panels of its own share in order, then what is left of the others': one that shares its core with another
- * process does not keep the rest waiting. */
-static void multiply(int isa, Panel *panel, int64_t bytes, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx,
-                     const void *w, float *y, int64_t ldy) {
-    int64_t panels = ceil_div(N, WIDTH), block = X_FLOATS / (K + 1);
+/* A thread takes the panels of its own share in order, for one block of rows after the other; then what is left of the others':
+ * one that shares its core with another process does not keep the rest waiting. Few rows take several panels of 8 bits at once,
+ * but for what is left at the end of a share and for a narrow last panel. */
+void weir_product_share(const Product *g, Share *shares, int threads, int self) {
+    Panel *panel = g->bits8 ? panel_q8 : panel_f32;
+    int64_t bytes = g->bits8 ? ceil_div(g->K, GROUP) * GROUP_BYTES : g->K * LINE;
+    int64_t panels = ceil_div(g->N, WIDTH), block = X_FLOATS / (g->K + 1);
+    int64_t most = g->bits8 && g->M <= isas[g->isa]->few ? isas[g->isa]->together : 1;
     block = smaller(block < LEAST_ROWS ? LEAST_ROWS : block, MOST_ROWS);
-    for (int64_t row = 0; row < M; row += block) {
-        struct { int64_t taken; char apart[LINE - sizeof(int64_t)]; } share[MOST_THREADS] = {{0}};
-        int64_t m = smaller(M - row, block);
-#pragma omp parallel if (m * N * K > SMALL)
-        {
-            int64_t threads = smaller(omp_get_num_threads(), MOST_THREADS), self = omp_get_thread_num();
-            for (int64_t i = 0; i < threads && self < threads; i++) {
-                int64_t owner = (self + i) % threads, end = panels * (owner + 1) / threads, p;
-                while ((p = panels * owner / threads + __atomic_fetch_add(&share[owner].taken, 1, __ATOMIC_RELAXED)) < end)
-                    multiply_panel(isas[isa], panel, m, N, K, x + row * ldx, ldx, (const char *)w + p * bytes, y + row * ldy, ldy, p);
-            }
+    for (int i = 0; i < threads; i++) {
+        int owner = (self + i) % threads;
+        int64_t first = panels * owner / threads, own = panels * (owner + 1) / threads - first, n;
+        int64_t units = ceil_div(own, most), all = units * ceil_div(g->M, block);
+        while ((n = __atomic_fetch_add(&shares[owner].taken, 1, __ATOMIC_RELAXED)) < all) {
+            int64_t row = n / units * block, p = first + n % units * most, end = smaller(p + most, first + own);
+            int64_t together = end - p == most && end * WIDTH <= g->N ? most : 1;
+            for (; p < end; p += together) multiply_panel(g, panel, bytes, row, smaller(g->M - row, block), p, together);
         }
+    }
+}
+
+static void multiply(const Product *g) {
+    Share shares[MOST_THREADS] = {{0}};
+#pragma omp parallel if (g->M * g->N * g->K > SMALL)
+    {
+        int threads = omp_get_num_threads(), self = omp_get_thread_num();
+        if (threads > MOST_THREADS) threads = MOST_THREADS;
+        if (self < threads) weir_product_share(g, shares, threads, self);
     }
 }
 
@@ -161,45 +185,20 @@ int64_t weir_gemm_q8_bytes(int64_t N, int64_t K) { return ceil_div(N, WIDTH) * c
 
 /* y [M][N] = x [M][K] · Wᵀ; ldx and ldy floats from row to row; `isa` at most weir_gemm_isa(). */
 void weir_gemm(int isa, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
-    multiply(isa, panel_f32, K * LINE, M, N, K, x, ldx, w, y, ldy);
+    multiply(&(Product){isa, 0, M, N, K, x, ldx, w, 0, y, ldy});
 }
 
 void weir_gemm_q8(int isa, int64_t M, int64_t N, int64_t K, const float *x, int64_t ldx, const void *w, float *y, int64_t ldy) {
-    multiply(isa, panel_q8, ceil_div(K, GROUP) * GROUP_BYTES, M, N, K, x, ldx, w, y, ldy);
+    multiply(&(Product){isa, 1, M, N, K, x, ldx, w, 0, y, ldy});
 }
 
 /* ------------------------------------------------------------------------------------------------ packing */
 
-/* W [N][K] into panels. */
+/* W [N][K] into panels of float32. Those of 8 bits are made by model/int8.py. */
 void weir_gemm_pack(int64_t N, int64_t K, const float *w, float *out) {
 #pragma omp parallel for if (N * K > SMALL)
     for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
         for (int64_t k = 0; k < K; k++)
             for (int64_t j = 0; j < WIDTH; j++)
                 out[(p * K + k) * WIDTH + j] = p * WIDTH + j < N ? w[(p * WIDTH + j) * K + k] : 0;
-}
-
-/* One column's `count` weights of a group: scale = the largest / 127, each rounded to the nearest multiple of it. */
-static void quantize(int64_t count, const float *w, int8_t *group, int64_t j) {
-    float most = 0;
-    for (int64_t k = 0; k < count; k++) most = __builtin_fmaxf(most, __builtin_fabsf(w[k]));
-    float scale = most / 127;
-    memcpy(group + j * sizeof scale, &scale, sizeof scale);
-    for (int64_t k = 0; k < count; k++) {
-        float q = scale > 0 ? __builtin_fminf(__builtin_fmaxf(w[k] / scale, -127), 127) : 0;
-        group[LINE + k / 4 * LINE + j * 4 + k % 4] = (int8_t)__builtin_lrintf(q);
-    }
-}
-
-/* W [N][K] into panels of 8 bits. */
-void weir_gemm_q8_pack(int64_t N, int64_t K, const float *w, int8_t *out) {
-    int64_t groups = ceil_div(K, GROUP);
-#pragma omp parallel for if (N * K > SMALL)
-    for (int64_t p = 0; p < ceil_div(N, WIDTH); p++)
-        for (int64_t g = 0; g < groups; g++) {
-            int8_t *group = out + (p * groups + g) * GROUP_BYTES;
-            memset(group, 0, GROUP_BYTES);
-            for (int64_t j = 0; j < smaller(N - p * WIDTH, WIDTH); j++)
-                quantize(smaller(K - g * GROUP, GROUP), w + (p * WIDTH + j) * K + g * GROUP, group, j);
-        }
 }

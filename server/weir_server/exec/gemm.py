@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
-from weir_server.exec.cpu import load_library
+from weir_server.exec.library import load_library
 from weir_server.exec.step import UnsupportedError
+from weir_server.model.int8 import Int8Matrix, Matrix
 
-Weights = Literal["float32", "int8"]
 ISA_NAMES = ("plain C", "AVX2", "AVX-512")
-
-_NAMES = {"float32": "weir_gemm", "int8": "weir_gemm_q8"}
 
 
 @dataclass(frozen=True, slots=True)
 class NativeLinear:
-    """y [rows, out] = x [rows, in] · Wᵀ in float32, `weight` packed by NativeKind."""
+    """y [rows, out] = x [rows, in] · Wᵀ in float32. `weight`: packed, float32 or (`int8`) lines of 8 bits; may be mapped."""
 
     kind: NativeKind
-    weight: torch.Tensor  # uint8
-    shape: tuple[int, int]  # out, in
+    weight: torch.Tensor
+    shape: tuple[int, ...]  # out, in
+    int8: bool
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Raises ValueError where x is not float32 [rows, in]: C would read past it."""
@@ -37,45 +35,47 @@ class NativeLinear:
             x = x.contiguous()
         rows, (out, width) = x.shape[0], self.shape
         y = torch.empty(rows, out)
-        self.kind.multiply(
-            self.kind.isa, rows, out, width, x.data_ptr(), x.stride(0), self.weight.data_ptr(), y.data_ptr(), out
-        )  # fmt: skip
+        multiply = self.kind.library.weir_gemm_q8 if self.int8 else self.kind.library.weir_gemm
+        multiply(self.kind.isa, rows, out, width, x.data_ptr(), x.stride(0), self.weight.data_ptr(), y.data_ptr(), out)
         return y
 
 
 class NativeKind:
-    """How weights are packed and multiplied; called with a weight it gives its linear, as model.linear.LinearKind does."""
+    """How weights are packed and multiplied; called with a weight it gives its linear, as model.linear.Products does."""
 
-    row_independent = True
+    row_independent = keeps_int8 = True
 
-    def __init__(self, weights: Weights = "float32", isa: int | None = None) -> None:
+    def __init__(self, isa: int | None = None) -> None:
         """`isa`: an index of ISA_NAMES, at most what the processor has (the default).
 
         Raises UnsupportedError where there is no compiled library, ValueError for an instruction set that is not here.
         """
-        library = load_library()
+        self.library = library = load_library()
         if not hasattr(library, "weir_gemm"):
             raise UnsupportedError("the C kernels were built without matrix products")
         best = int(library.weir_gemm_isa())
-        self.weights, self.isa = weights, best if isa is None else isa
+        self.isa = best if isa is None else isa
         if not 0 <= self.isa <= best:
             raise ValueError(f"instruction set {isa} is not one of 0 … {best} ({ISA_NAMES[best]} is the best here)")
         number, pointer = ctypes.c_int64, ctypes.c_void_p
-        self._bytes = library[f"{_NAMES[weights]}_bytes"]
-        self._bytes.argtypes, self._bytes.restype = [number, number], number
-        self._pack = library[f"{_NAMES[weights]}_pack"]
-        self._pack.argtypes, self._pack.restype = [number, number, pointer, pointer], None
-        self.multiply = library[_NAMES[weights]]
-        self.multiply.argtypes = [ctypes.c_int, number, number, number, pointer, number, pointer, pointer, number]
-        self.multiply.restype = None
+        for size in (library.weir_gemm_bytes, library.weir_gemm_q8_bytes):
+            size.argtypes, size.restype = [number, number], number
+        library.weir_gemm_pack.argtypes, library.weir_gemm_pack.restype = [number, number, pointer, pointer], None
+        for multiply in (library.weir_gemm, library.weir_gemm_q8):
+            multiply.argtypes = [ctypes.c_int, number, number, number, pointer, number, pointer, pointer, number]
+            multiply.restype = None
 
-    def __call__(self, weight: torch.Tensor) -> NativeLinear:
-        """Pack `weight` [out, in], float32; the caller may let go of it afterwards."""
+    def __call__(self, weight: Matrix) -> NativeLinear:
+        """Pack `weight` [out, in]; the caller may let go of it afterwards. One of 8 bits is packed already: it is kept."""
+        if isinstance(weight, Int8Matrix):
+            if weight.lines.nbytes != self.library.weir_gemm_q8_bytes(*weight.shape) or not weight.lines.is_contiguous():
+                raise ValueError(f"lines of {list(weight.lines.shape)} are not those of a matrix {list(weight.shape)}")
+            return NativeLinear(self, weight.lines, weight.shape, int8=True)
         out, width = weight.shape
         weight = weight.detach().to(torch.float32).contiguous()
-        packed = torch.empty(self._bytes(out, width), dtype=torch.uint8)
-        self._pack(out, width, weight.data_ptr(), packed.data_ptr())
-        return NativeLinear(self, packed, (out, width))
+        packed = torch.empty(self.library.weir_gemm_bytes(out, width) // 4)
+        self.library.weir_gemm_pack(out, width, weight.data_ptr(), packed.data_ptr())
+        return NativeLinear(self, packed, (out, width), int8=False)
 
     def __str__(self) -> str:
-        return f"own {self.weights} on {ISA_NAMES[self.isa]}, independent of the row count"
+        return f"own on {ISA_NAMES[self.isa]}, independent of the row count"

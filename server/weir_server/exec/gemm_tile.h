@@ -1,5 +1,6 @@
 /* The inner loops of gemm.c, included once for each instruction set with these defined: NAME(x), TARGET (attribute), LANES
- * (floats of a vector), ROWS (rows of x whose sums fit the registers), ROWS_Q8 (the same beside what 8-bit weights need). */
+ * (floats of a vector), ROWS (rows of x whose sums fit the registers), ROWS_Q8 (the same beside what 8-bit weights need), FEW (rows
+ * that take TOGETHER panels of those at once). */
 
 enum { NAME(PARTS) = WIDTH / LANES };
 typedef float NAME(vec) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -33,18 +34,25 @@ TARGET INLINE void NAME(rows)(const int R, int64_t K, const float *x, int64_t ld
     FINISH
 }
 
-/* The same for 8-bit weights, widened in registers: what `rows` gives for what `widen_panel` gives, bit for bit. */
-TARGET INLINE void NAME(rows_q8)(const int R, int64_t K, const float *x, int64_t ldx, const int8_t *w, float *y, int64_t ldy) {
-    const int add = 0;
-    NAME(vec) sum[ROWS_Q8][NAME(PARTS)], scale[NAME(PARTS)];
-    NAME(ints) four[NAME(PARTS)];
-    START
-#define MULTIPLY(i) EACH_SUM sum[r][p] += NAME(widen)(four[p], i, scale[p]) * x[r * ldx + k + (i)];
+/* The same for 8-bit weights, widened in registers, and P panels of `bytes` that lie end to end, whose columns do too: what `rows`
+ * gives for what `widen_panel` gives, bit for bit. An element's chain of multiply-adds takes longer than memory does, so that
+ * few rows need several panels at once to have enough of them. */
+TARGET INLINE void NAME(rows_q8)(const int R, const int P, int64_t K, const float *x, int64_t ldx, const int8_t *w,
+                                 int64_t bytes, float *y, int64_t ldy) {
+    NAME(vec) sum[ROWS_Q8][TOGETHER * NAME(PARTS)], scale[TOGETHER * NAME(PARTS)];
+    NAME(ints) four[TOGETHER * NAME(PARTS)];
+#define EACH_PART UNROLL for (int p = 0; p < P * NAME(PARTS); p++)
+#define EACH UNROLL for (int r = 0; r < R; r++) EACH_PART
+#define OF_PART(p) ((p) / NAME(PARTS) * bytes + (p) % NAME(PARTS) * 4 * LANES)
+#define MULTIPLY(i) EACH sum[r][p] += NAME(widen)(four[p], i, scale[p]) * x[r * ldx + k + (i)];
+    EACH sum[r][p] = (NAME(vec)){0};
+    const int8_t *end = w + bytes;
     for (int64_t k = 0; k < K; w += GROUP_BYTES) {
-        UNROLL for (int p = 0; p < NAME(PARTS); p++) scale[p] = NAME(load)((const float *)w + p * LANES);
+        const int8_t *next = w + AHEAD_Q8 + (w + AHEAD_Q8 < end ? 0 : (P - 1) * bytes);
+        EACH_PART scale[p] = NAME(load)((const float *)(w + OF_PART(p)));
         for (const int8_t *line = w + LINE; line < w + GROUP_BYTES && k < K; line += LINE) {
-            __builtin_prefetch(line + AHEAD_Q8, 0, 3);
-            UNROLL for (int p = 0; p < NAME(PARTS); p++) four[p] = *(const NAME(ints) *)(line + 4 * p * LANES);
+            UNROLL for (int p = 0; p < P; p++) __builtin_prefetch(next + (line - w) + p * bytes, 0, 3);
+            EACH_PART four[p] = *(const NAME(ints) *)(line + OF_PART(p));
             if (k + 4 <= K) {
                 MULTIPLY(0) MULTIPLY(1) MULTIPLY(2) MULTIPLY(3)
             } else {
@@ -53,8 +61,11 @@ TARGET INLINE void NAME(rows_q8)(const int R, int64_t K, const float *x, int64_t
             k += 4;
         }
     }
+    EACH NAME(store)(y + r * ldy + p * LANES, sum[r][p]);
 #undef MULTIPLY
-    FINISH
+#undef OF_PART
+#undef EACH
+#undef EACH_PART
 }
 
 /* `groups` groups of a packed panel as float32 [32 groups][16]. */
@@ -88,18 +99,31 @@ TARGET static void NAME(tile)(int rows, int64_t K, const float *x, int64_t ldx, 
 }
 #undef CASE
 
-#define CASE(R) case R: NAME(rows_q8)(R, K, x, ldx, w, y, ldy); break;
-TARGET static void NAME(tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, float *y, int64_t ldy) {
+#define CASE(R, P) case R: NAME(rows_q8)(R, P, K, x, ldx, w, bytes, y, ldy); break;
+TARGET static void NAME(tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y,
+                                 int64_t ldy) {
     switch (rows) {
-    CASE(1)
+    CASE(1, 1)
 #if ROWS_Q8 > 1
-    CASE(2) CASE(3) CASE(4)
+    CASE(2, 1) CASE(3, 1) CASE(4, 1)
+#endif
+    }
+}
+
+TARGET static void NAME(tile_together)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes,
+                                       float *y, int64_t ldy) {
+    switch (rows) {
+    CASE(1, TOGETHER)
+#if FEW > 1
+    CASE(2, TOGETHER)
 #endif
     }
 }
 #undef CASE
 
-static const Isa NAME(isa) = {ROWS, ROWS_Q8, NAME(tile), NAME(tile_q8), NAME(widen_panel)};
+static const Isa NAME(isa) = {
+    ROWS, ROWS_Q8, FEW, TOGETHER, NAME(tile), NAME(tile_q8), NAME(tile_together), NAME(widen_panel),
+};
 
 #undef EACH_SUM
 #undef START
@@ -109,3 +133,5 @@ static const Isa NAME(isa) = {ROWS, ROWS_Q8, NAME(tile), NAME(tile_q8), NAME(wid
 #undef LANES
 #undef ROWS
 #undef ROWS_Q8
+#undef FEW
+#undef TOGETHER

@@ -4,12 +4,20 @@
 enum { NAME(PARTS) = TILE / LANES };
 typedef float NAME(vec) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t NAME(ints) __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t NAME(shorts) __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+typedef uint32_t NAME(words) __attribute__((vector_size(4 * LANES)));
 #define vec NAME(vec)
 #define ints NAME(ints)
 #define load(p) (*(const vec *)(p))
 #define store(p, v) (*(vec *)(p) = (v))
+#define SIZE (bf16 ? (int)sizeof(uint16_t) : (int)sizeof(float))
 #define EACH_PART UNROLL for (int i = 0; i < NAME(PARTS); i++)
 #define EACH_QUERY UNROLL for (int n = 0; n < N; n++)
+
+/* LANES numbers of the pool. */
+TARGET INLINE vec NAME(take)(const int bf16, const char *p) {
+    return bf16 ? (vec)(__builtin_convertvector(*(const NAME(shorts) *)p, NAME(words)) << 16) : *(const vec *)p;
+}
 
 TARGET INLINE vec NAME(larger)(vec a, vec b) {
     ints m = a > b;
@@ -63,6 +71,22 @@ TARGET static void NAME(gated_row)(const float *gate, const float *up, float *ou
     }
 }
 
+/* tanh(u) = 1 - 2 / (exp(2u) + 1), with exp kept from overflowing where that is 1 anyway. x - x: what is not finite stays so. */
+TARGET INLINE vec NAME(capped)(vec x, float cap) {
+    const vec most = (vec){0} + 86.0f;
+    vec e = NAME(exp)(-NAME(larger)(x * (-2.0f / cap), -most));
+    return (1.0f - 2.0f / (e + 1.0f)) * cap + (x - x);
+}
+
+TARGET static void NAME(capped_row)(float *x, int n, float cap) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, NAME(capped)(load(x + i), cap));
+    float rest[LANES] = {0};
+    memcpy(rest, x + i, (n - i) * sizeof(float));
+    store(rest, NAME(capped)(load(rest), cap));
+    memcpy(x + i, rest, (n - i) * sizeof(float));
+}
+
 /* ------------------------------------------------------------------------------------------------ attention */
 
 /* Normalise and rotate a token's queries (scaled) and keys in place, and put keys and values into their page. */
@@ -78,36 +102,41 @@ TARGET static void NAME(append_token)(const Attention *a, float *qkv, int t) {
     for (int h = 0; h < a->kv_heads; h++, k += a->dim) {
         if (a->k_norm) NAME(rms_norm_row)(0, k, a->k_norm, k, a->dim, a->eps);
         rotate(k, cos, sin, half, 1.0f);
-        float *keys = page_of(a, table, position / a->page, h);
-        for (int d = 0; d < a->dim; d++) keys[d * a->page + slot] = k[d];
-        memcpy(keys + a->half + slot * a->dim, k + a->kv_heads * a->dim, a->dim * sizeof(float));
+        int size = a->bf16 ? sizeof(uint16_t) : sizeof(float);
+        char *keys = page_of(a, size, table, position / a->page, h);
+        put(keys + slot * size, a->bf16, a->page, k, a->dim);
+        put(keys + (a->half + slot * a->dim) * size, a->bf16, 1, k + a->kv_heads * a->dim, a->dim);
     }
 }
 
 /* Scores of N queries against TILE keys that lie across: scores[n][.] = sum over d of q[n][d] k[d][.] */
-TARGET INLINE void NAME(score_keys)(const int N, const float *const *q, const float *keys, int page, int dim, float *scores,
-                                    int64_t stride) {
+TARGET INLINE void NAME(score_keys)(const int N, const int bf16, const float *const *q, Piece keys, int dim, float *scores,
+                                    int64_t stride, Piece next) {
     vec s[MAX_QUERIES][NAME(PARTS)];
     EACH_QUERY EACH_PART s[n][i] = (vec){0};
     for (int d = 0; d < dim; d++) {
         vec k[NAME(PARTS)];
-        EACH_PART k[i] = load(keys + d * page + i * LANES);
+        __builtin_prefetch(next.at + d * next.stride);
+        EACH_PART k[i] = NAME(take)(bf16, keys.at + d * keys.stride + i * LANES * SIZE);
         EACH_QUERY EACH_PART s[n][i] += k[i] * q[n][d];
     }
     EACH_QUERY EACH_PART store(scores + n * stride + i * LANES, s[n][i]);
 }
 
-/* out[n][TILE features] += sum over `count` keys of p[n][key] v[key] */
-TARGET INLINE void NAME(add_values)(const int N, const float *p, int64_t stride, const float *values, int dim, int count,
-                                    float (*out)[TILE]) {
-    vec o[MAX_QUERIES][NAME(PARTS)];
-    EACH_QUERY EACH_PART o[n][i] = load(out[n] + i * LANES);
-    for (int j = 0; j < count; j++) {
-        vec v[NAME(PARTS)];
-        EACH_PART v[i] = load(values + j * dim + i * LANES);
-        EACH_QUERY EACH_PART o[n][i] += v[i] * p[n * stride + j];
+/* out[n][0 … dim) += sum over `count` keys, at most TILE, of p[n][key] v[key] */
+TARGET INLINE void NAME(add_values)(const int N, const int bf16, const float *p, int64_t stride, Piece values, int dim,
+                                    int count, float *const *out, Piece next) {
+    for (int d = 0; d < dim; d += TILE, next.at += TILE * next.stride) {
+        vec o[MAX_QUERIES][NAME(PARTS)];
+        EACH_QUERY EACH_PART o[n][i] = load(out[n] + d + i * LANES);
+        for (int j = 0; j < count; j++) {
+            vec v[NAME(PARTS)];
+            __builtin_prefetch(next.at + j * next.stride);
+            EACH_PART v[i] = NAME(take)(bf16, values.at + (j * dim + d + i * LANES) * SIZE);
+            EACH_QUERY EACH_PART o[n][i] += v[i] * p[n * stride + j];
+        }
+        EACH_QUERY EACH_PART store(out[n] + d + i * LANES, o[n][i]);
     }
-    EACH_QUERY EACH_PART store(out[n] + i * LANES, o[n][i]);
 }
 
 /* scores[first … last] → exp(score - max), zeros elsewhere in [0, padded); returns 1 / sum. */
@@ -125,43 +154,44 @@ TARGET INLINE float NAME(soften)(float *scores, int first, int last, int padded)
     return 1.0f / NAME(sum)(total);
 }
 
-/* Positions from `base` on: the last multiple of TILE before all that is seen, so that a position has its lane in every company. */
-TARGET INLINE void NAME(attend_n)(const int N, const Attention *a, const int64_t *table, int head, const Queries *s,
+/* Positions from `base` on: the last multiple of TILE before all that is seen, so that a position has its lane in every company.
+ * Keys and values are read once, in pieces of TILE positions; each pass fetches what comes AHEAD pieces later, since pages lie
+ * anywhere and the processor follows no further than the end of one. */
+TARGET INLINE void NAME(attend_n)(const int N, const int bf16, const Attention *a, const int64_t *table, int head, const Queries *s,
                                   float *scores) {
     int64_t stride = a->scratch_stride / MAX_QUERIES;
     int base = s->first[0] / TILE * TILE, end = s->last[N - 1] + 1, padded = (end - base + TILE - 1) / TILE * TILE;
-    for (int j = base; j < end; j += TILE) {
-        const float *keys = page_of(a, table, j / a->page, head) + j % a->page;
-        NAME(score_keys)(N, s->q, keys, a->page, a->dim, scores + j - base, stride);
-    }
+    for (int j = base; j < end; j += TILE)
+        NAME(score_keys)(N, bf16, s->q, piece(a, SIZE, table, head, j, 0), a->dim, scores + j - base, stride,
+                         piece_ahead(a, SIZE, table, head, base, padded, j - base));
     float inverse[MAX_QUERIES];
-    for (int n = 0; n < N; n++)
+    for (int n = 0; n < N; n++) {
         inverse[n] = NAME(soften)(scores + n * stride, s->first[n] - base, s->last[n] - base, padded);
-    for (int d = 0; d < a->dim; d += TILE) {
-        float sums[MAX_QUERIES][TILE] = {{0}};
-        for (int j = base, count; j < end; j += count) {
-            int slot = j % a->page, left = end - j;
-            count = left < a->page - slot ? left : a->page - slot;
-            const float *values = page_of(a, table, j / a->page, head) + a->half + slot * a->dim + d;
-            NAME(add_values)(N, scores + j - base, stride, values, a->dim, count, sums);
-        }
-        EACH_QUERY EACH_PART store(s->out[n] + d + i * LANES, load(sums[n] + i * LANES) * inverse[n]);
+        memset(s->out[n], 0, a->dim * sizeof(float));
     }
+    for (int j = base; j < end; j += TILE)
+        NAME(add_values)(N, bf16, scores + j - base, stride, piece(a, SIZE, table, head, j, 1), a->dim,
+                         end - j < TILE ? end - j : TILE, s->out,
+                         piece_ahead(a, SIZE, table, head, base, padded, padded + j - base));
+    EACH_QUERY for (int d = 0; d < a->dim; d += LANES) store(s->out[n] + d, load(s->out[n] + d) * inverse[n]);
 }
 
-#define CASE(N) case N: NAME(attend_n)(N, a, table, head, queries, scores); break;
+#define CASE(N) \
+    case 2 * N: NAME(attend_n)(N, 0, a, table, head, queries, scores); break; \
+    case 2 * N + 1: NAME(attend_n)(N, 1, a, table, head, queries, scores); break;
 TARGET static void NAME(attend)(int N, const Attention *a, const int64_t *table, int head, const Queries *queries,
                                 float *scores) {
-    switch (N) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+    switch (2 * N + !!a->bf16) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
 #undef CASE
 
-static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(gated_row), NAME(append_token), NAME(attend)};
+static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(gated_row), NAME(capped_row), NAME(append_token), NAME(attend)};
 
 #undef vec
 #undef ints
 #undef load
 #undef store
+#undef SIZE
 #undef EACH_PART
 #undef EACH_QUERY
 #undef NAME

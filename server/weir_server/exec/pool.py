@@ -28,49 +28,49 @@ from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.model.config import DecoderConfig
 
 _PAGE = 4096
-_FLOAT = 4
 
 
-def geometry(config: DecoderConfig, page_size: int) -> Geometry:
+def geometry(config: DecoderConfig, page_size: int, dtype: torch.dtype = torch.float32) -> Geometry:
     """The pool's units for pages of `page_size` tokens: chunk bytes are rounded up to whole pages of memory."""
     pages = math.lcm(*config.layers_of.values())
-    raw = pages * 2 * page_size * config.kv_heads * config.head_dim * _FLOAT
+    raw = pages * 2 * page_size * config.kv_heads * config.head_dim * dtype.itemsize
     return Geometry(
         -(-raw // _PAGE) * _PAGE, page_size, {kind: pages // layers for kind, layers in config.layers_of.items()}
     )
 
 
 class KvPool:
-    """`num_chunks` chunks, the reserved ones included."""
+    """`num_chunks` chunks, the reserved ones included, of numbers of `dtype`: float32, or bfloat16 (half of all, see 153)."""
 
-    def __init__(self, config: DecoderConfig, page_size: int, num_chunks: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, page_size: int, num_chunks: int, dtype: torch.dtype = torch.float32
+    ) -> None:
         if num_chunks <= RESERVED_CHUNKS:
             raise ValueError(f"a pool of {num_chunks} chunks has none for rows: {RESERVED_CHUNKS} are reserved")
-        self.geometry = geometry(config, page_size)
+        self.geometry = geometry(config, page_size, dtype)
         self.page_size, self.num_chunks = page_size, num_chunks
         self._memory = mmap.mmap(-1, self.geometry.chunk_bytes * num_chunks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.flat = torch.frombuffer(self._memory, dtype=torch.float32)
-        self.half_floats = config.kv_heads * config.head_dim * page_size  # K or V of a page
-        self.page_floats = 2 * self.half_floats
+        self.flat = torch.frombuffer(self._memory, dtype=dtype)
+        self.half = config.kv_heads * config.head_dim * page_size  # numbers of K or V of a page
+        self.page = 2 * self.half
         self._layers = config.layers_of
-        chunk = self.geometry.chunk_bytes // _FLOAT
+        self.chunk = self.geometry.chunk_bytes // dtype.itemsize
         self._blocks = {
-            kind: self.flat.as_strided((num_chunks, n, floats), (chunk, floats, 1))
+            kind: self.flat.as_strided((num_chunks, n, numbers), (self.chunk, numbers, 1))
             for kind, n in self.geometry.blocks_per_chunk.items()
-            for floats in [self._layers[kind] * self.page_floats]
+            for numbers in [self._layers[kind] * self.page]
         }
 
     def offsets(self, kind: str, blocks: np.ndarray) -> np.ndarray:
-        """Where blocks of a type begin, in floats from the pool's start: int64, of the shape of `blocks`. A layer's page lies
-        page_floats · (its ordinal among the type's layers) further."""
+        """Where blocks of a type begin, in numbers from the pool's start: int64, of the shape of `blocks`. A layer's page lies
+        `page` · (its ordinal among the type's layers) further."""
         n = self.geometry.blocks_per_chunk[kind]
-        chunk, floats = self.geometry.chunk_bytes // _FLOAT, self._layers[kind] * self.page_floats
         if n == 1:
-            return np.multiply(blocks, chunk, dtype=np.int64)
-        return blocks // n * np.int64(chunk) + blocks % n * np.int64(floats)
+            return np.multiply(blocks, self.chunk, dtype=np.int64)
+        return blocks // n * np.int64(self.chunk) + blocks % n * np.int64(self._layers[kind] * self.page)
 
     def block(self, kind: str, number: int) -> torch.Tensor:
-        """A block's memory, float32 [layers · page_floats]: a view."""
+        """A block's memory, [layers · page]: a view."""
         n = self.geometry.blocks_per_chunk[kind]
         return self._blocks[kind][number // n, number % n]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,8 +20,9 @@ from weir_server.link.messages import Boot
 from weir_server.model.config import DecoderConfig
 from weir_server.model.decoder import Decoder
 from weir_server.model.files import ModelError
+from weir_server.model.int8 import Matrix
 from weir_server.model.linear import Products, agrees, probe
-from weir_server.model.loader import load_checkpoint, read_config
+from weir_server.model.loader import load_checkpoint, read_headers, weights_bytes
 from weir_server.model.sampler import NOT_FINITE, Draw, logprobs_of, sample
 
 log = logging.getLogger("weir.exec")
@@ -31,15 +33,17 @@ def load(boot: Boot) -> LoadedModel:
     _check_dtype(boot.dtype)
     torch.set_num_threads(boot.threads)
     started = time.monotonic()
-    checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir)
+    checkpoint = load_checkpoint(Path(boot.model), boot.cache_dir, boot.quantize)
     with torch.inference_mode():
         products = choose_products([checkpoint.weights[name] for name in _SHAPES])
         if boot.deterministic and not products.row_independent:
             raise ModelError("--deterministic cannot be kept here: this machine's matrix products depend on the row count.")
         if not products.row_independent:
             log.warning("matrix products depend on the row count here: batching and prefix hits may flip near-ties")
-        loaded = LoadedModel(boot, Decoder(checkpoint, products), str(products), mapped=checkpoint.mapped)
-    log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, products)
+        if checkpoint.int8 and not products.keeps_int8:
+            log.warning("the 8-bit weights are held in float32, since these products have no other: they save no memory")
+        loaded = LoadedModel(boot, Decoder(checkpoint, products), products, checkpoint.int8, checkpoint.mapped)
+    log.info("loaded %s in %.2f s, matrix products: %s", boot.model, time.monotonic() - started, loaded.linear)
     return loaded
 
 
@@ -52,14 +56,14 @@ _SHAPES = ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down", 
 """One weight of each shape."""
 
 
-def choose_products(weights: Sequence[torch.Tensor]) -> Products:
+def choose_products(weights: Sequence[Matrix]) -> Products:
     """Our own products where they were built and give the right values for `weights`, else torch's and a log line."""
     try:
         products = NativeKind()
     except UnsupportedError as e:
         log.warning("matrix products: torch's, because %s", e)
         return probe(weights)
-    if all(agrees(products, weight) for weight in weights):
+    if all(agrees(products, weight) for weight in {w.shape[1]: w for w in reversed(weights)}.values()):  # one for each width
         return products
     log.warning("matrix products: torch's, because ours differ from them")
     return probe(weights)
@@ -73,21 +77,23 @@ HEAD_ROWS = 64
 """Most rows that the head multiplies at a time for prompt logprobs: their logits are the largest tensor of a step."""
 
 
-class ModelSizes:
-    """What a model takes, by its config alone. `weights_bytes`: anonymous memory that its weights hold, fewer where they are
-    `mapped` from the weight cache."""
+KV_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-    def __init__(self, config: DecoderConfig, mapped: bool) -> None:
-        self.config = c = config
-        self.context_length, self.window = c.context, c.window
-        layer = (c.heads + 2 * c.kv_heads + c.heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden + 4 * c.hidden
-        self.weights_bytes = 4 * (c.layers * layer + c.hidden + c.vocab * c.hidden * (1 if mapped else 2))
+
+class ModelSizes:
+    """What a model takes, by its config alone. `int8`: its matrices are multiplied in 8 bits. `weights_bytes`: memory that its
+    weights hold, fewer where they are `mapped` from the weight cache."""
+
+    def __init__(self, config: DecoderConfig, int8: bool, mapped: bool, kv_dtype: str) -> None:
+        self.config, self.kv_dtype = config, KV_DTYPES[kv_dtype]
+        self.context_length, self.window = config.context, config.window
+        self.weights_bytes = weights_bytes(config, int8, mapped)
 
     def chunk_bytes(self, page_size: int) -> int:
         return self.geometry(page_size).chunk_bytes
 
     def geometry(self, page_size: int) -> Geometry:
-        return geometry(self.config, page_size)
+        return geometry(self.config, page_size, self.kv_dtype)
 
     def activation_bytes(self, max_tokens: int) -> int:
         """Most memory that a step of `max_tokens` tokens needs beside weights and pool, its logits included."""
@@ -100,15 +106,25 @@ class ModelSizes:
 def describe(boot: Boot) -> ModelSizes:
     """From the headers of boot.model, as if its weights could be mapped. Raises ModelError."""
     _check_dtype(boot.dtype)
-    return ModelSizes(read_config(Path(boot.model)), mapped=True)
+    config, int8 = read_headers(Path(boot.model), boot.quantize)
+    return ModelSizes(config, int8 and _has_kernels(), mapped=True, kv_dtype=boot.kv_dtype)
+
+
+def _has_kernels() -> bool:
+    try:
+        return NativeKind().keeps_int8
+    except UnsupportedError:
+        return False
 
 
 class LoadedModel(ModelSizes):
     """A model in memory, not yet given a pool."""
 
-    def __init__(self, boot: Boot, decoder: Decoder, linear: str, mapped: bool) -> None:
-        super().__init__(decoder.config, mapped)
-        self.boot, self.decoder, self.linear = boot, decoder, linear
+    def __init__(self, boot: Boot, decoder: Decoder, products: Products, int8: bool, mapped: bool) -> None:
+        super().__init__(decoder.config, int8 and products.keeps_int8, mapped, boot.kv_dtype)
+        held = "int8" if products.keeps_int8 else "int8 held in float32"
+        self.weights = held if int8 else "float32"
+        self.boot, self.decoder, self.linear = boot, decoder, f"{self.weights}, {products}"
         self.decode_path = NATIVE if decoder.batched else PER_ROW
 
     @property
@@ -118,16 +134,17 @@ class LoadedModel(ModelSizes):
         return {
             "family": c.family, "layers": c.layers, "hidden": c.hidden, "heads": c.heads, "kv_heads": c.kv_heads,
             "vocab_size": c.vocab, "context_length": c.context, "window": c.window, "weights_bytes": self.weights_bytes,
-            "dtype": "float32", "decode_path": self.decode_path, "linear": self.linear,
+            "dtype": "float32", "weights": self.weights, "kv_dtype": self.boot.kv_dtype,
+            "decode_path": self.decode_path, "linear": self.linear,
             "isa": torch.backends.cpu.get_cpu_capability(),
         }  # fmt: skip
 
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> ModelRunner:
         """A Runner over a pool of `num_chunks` chunks, pages of boot.page_size tokens, and a swap pool of `swap_chunks`.
         Chunks 0 and 1 of the first are reserved for padding: rows own blocks of chunks 2 … num_chunks-1."""
-        pool = KvPool(self.config, self.boot.page_size, num_chunks)
-        swap = KvPool(self.config, self.boot.page_size, swap_chunks) if swap_chunks else None
-        return ModelRunner(self.decoder, pool, choose_backend(self.config, pool), swap)
+        pool = KvPool(self.config, self.boot.page_size, num_chunks, self.kv_dtype)
+        swap = KvPool(self.config, self.boot.page_size, swap_chunks, self.kv_dtype) if swap_chunks else None
+        return ModelRunner(self.decoder, pool, choose_backend(self.decoder, pool), swap)
 
 
 class ModelRunner:
@@ -139,6 +156,7 @@ class ModelRunner:
         self.decoder, self.pool, self.backend, self.swap = decoder, pool, backend, swap
         self.geometry, self.window = pool.geometry, decoder.config.window
         self.vocab_size = decoder.config.vocab
+        self._hidden, self._head = (backend.compile(f, decoder.config.hidden) for f in (decoder.hidden, decoder.head))
 
     def execute(self, rows: Sequence[RowWork]) -> list[RowResult]:
         if len(rows) > 1 and not self.decoder.batched:
@@ -150,7 +168,7 @@ class ModelRunner:
             states, scored = self._forward(rows)
             sampling = [i for i, row in enumerate(rows) if row.sample]
             draws = [Draw(r.sampling, r.choice, r.context, r.prompt_len) for r in (rows[i] for i in sampling)]
-            logits = self.decoder.head(states[: len(sampling)])
+            logits = self._head(states[: len(sampling)])
             for i, drawn in zip(sampling, sample(logits, draws), strict=True):
                 results[i] = RowResult(drawn.token, drawn.logprobs, drawn.error)
             for i, at in scored.items():
@@ -161,26 +179,27 @@ class ModelRunner:
         """The forward pass alone: logits [rows that sample, vocab], in the order of `rows`."""
         with torch.inference_mode():
             states, _ = self._forward(rows)
-            return self.decoder.head(states[: sum(row.sample for row in rows)])
+            return self._head(states[: sum(row.sample for row in rows)]).clone()
 
     def _forward(self, rows: Sequence[RowWork]) -> tuple[torch.Tensor, dict[int, slice]]:
         """What the head reads: first of each row that samples, then of the tokens that prompt logprobs are asked of; and
         where each such row's lie."""
-        step = flatten(rows, self.pool.page_size, self.decoder.config)
-        wanted, end, scored = [step.sample_at], len(step.sample_at), {}
+        step, scored = flatten(rows, self.pool.page_size, self.decoder.config), dict[int, slice]()
+        picked, end = [step.picked], len(step.picked)
         for i, row in enumerate(rows):
             if n := _scored(row):
-                wanted.append(torch.arange(int(step.starts[i]), int(step.starts[i]) + n))
+                picked.append(torch.arange(int(step.starts[i]), int(step.starts[i]) + n))
                 scored[i] = slice(end, end + n)
                 end += n
-        at = torch.cat(wanted) if scored else step.sample_at
-        return self.decoder.hidden(step.tokens, at, self.backend.bind(step)), scored
+        if scored:
+            step = replace(step, picked=torch.cat(picked))
+        return self._hidden(self.decoder.embedded(step.tokens), step), scored
 
     def _score(self, row: RowWork, states: torch.Tensor, result: RowResult) -> None:
         """Logprobs of the prompt tokens that follow those fed, in tiles: nothing of the size [prompt, vocab] is held."""
         result.prompt_logprobs = []
         for begin in range(0, len(states), HEAD_ROWS):
-            logits = self.decoder.head(states[begin : begin + HEAD_ROWS])
+            logits = self._head(states[begin : begin + HEAD_ROWS])
             if not bool(torch.isfinite(logits).all()):
                 result.error = NOT_FINITE
                 return

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,12 +31,24 @@ class Step:
     positions: np.ndarray  # int32 [T]
     starts: np.ndarray  # int32 [R + 1]: row r has tokens starts[r] … starts[r+1]-1
     tables: dict[str, np.ndarray]  # by attention type: int32 [R, W], blocks of the row, padded with the reserved block 0
-    sample_at: torch.Tensor  # int64: index of the last token of each row that samples
+    picked: torch.Tensor  # int64: tokens that the head reads; at first the last one of each row that samples
 
     @property
     def longest(self) -> int:
         """Tokens of the longest context."""
         return int(self.positions.max()) + 1
+
+
+_NONE = np.empty(0, np.int32)
+NO_STEP = Step(torch.empty(0, dtype=torch.int64), _NONE, np.zeros(1, np.int32), {}, torch.empty(0, dtype=torch.int64))
+"""For what needs neither positions nor pages: the head."""
+
+
+class Compiled(Protocol):
+    """Equations made ready by a backend: the input [rows, width], which may be overwritten, and the step → a result that stands
+    until the next call."""
+
+    def __call__(self, x: torch.Tensor, step: Step = NO_STEP, /) -> torch.Tensor: ...
 
 
 def flatten(rows: Sequence[RowWork], page_size: int, config: DecoderConfig) -> Step:
@@ -59,8 +72,8 @@ def flatten(rows: Sequence[RowWork], page_size: int, config: DecoderConfig) -> S
             else:
                 table[i, :need] = _unrolled(i, row, count, page_size, config.window or 0)[:need]
     tokens = torch.tensor([t for r in rows for t in r.tokens], dtype=torch.int64)
-    sample_at = torch.tensor([starts[i + 1] - 1 for i, r in enumerate(rows) if r.sample], dtype=torch.int64)
-    return Step(tokens, positions, starts, tables, sample_at)
+    picked = torch.tensor([starts[i + 1] - 1 for i, r in enumerate(rows) if r.sample], dtype=torch.int64)
+    return Step(tokens, positions, starts, tables, picked)
 
 
 def _unrolled(i: int, row: RowWork, count: int, page_size: int, window: int) -> np.ndarray:

@@ -42,6 +42,8 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     model: str  # resolved path of a .gguf file or a model directory
     threads: int
     dtype: str = "float32"
+    kv_dtype: str = "fp32"  # what keys and values are stored in: fp32 or bf16
+    quantize: str = "auto"  # auto | int8 | none; auto = 8-bit weights where the file's own are that
     context_per_slot: int | None = None
     max_batch_size: int = 4
     max_requests_per_batch: int | None = None  # the envelope's upper bound of max_batch_size

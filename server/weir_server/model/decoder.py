@@ -8,32 +8,52 @@ Sources: Llama (arXiv 2302.13971) §2.2; RMSNorm (1910.07467); gated MLPs (2002.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from weir_server.model.config import DecoderConfig
+from weir_server.model.int8 import Matrix, dense
 from weir_server.model.linear import Linear, Products
 from weir_server.model.loader import Checkpoint
 
+T = TypeVar("T")
+"""What operations work on: tensors, or what stands for them while a backend writes down what it will do."""
 
-class Ops(Protocol):
-    """What a backend computes in one step; float32, tokens first."""
 
-    def add_rms_norm(self, *, x: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """residual += x (in place; not where x is None), then residual / rms(residual) · weight, as a new tensor."""
+class Ops(Protocol[T]):
+    """What a backend computes in one step; float32, [tokens, features]."""
+
+    def add_rms_norm(self, *, x: T | None, residual: T, weight: torch.Tensor) -> T:
+        """residual += x (in place; not where x is None), then residual / rms(residual) · weight, as a new value."""
         ...
 
-    def attention(
-        self, *, layer: int, qkv: torch.Tensor, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def linear(self, *, x: T, weight: Linear, bias: torch.Tensor | None = None) -> T:
+        """x · Wᵀ + bias."""
+        ...
+
+    def attention(self, *, layer: int, qkv: T, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None) -> T:
         """Normalise each head of q and k where there are weights [D] for it, rotate them, store k and v in the pages of the
         layer's attention type, attend causally within its window. [tokens, (G+2K)·D] (overwritten) → [tokens, G·D]."""
         ...
 
-    def gated(self, *, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, *, gate_up: T) -> T:
         """activation(first half) · second half. [tokens, 2·ffn] → [tokens, ffn]."""
         ...
+
+    def pick(self, *, x: T) -> T:
+        """The tokens that the head reads: [tokens, features] → [picked, features]."""
+        ...
+
+    def capped(self, *, x: T, cap: float) -> T:
+        """cap · tanh(x / cap), in place."""
+        ...
+
+
+class Forward(Protocol):
+    """Equations over a backend's operations. The input may be overwritten."""
+
+    def __call__(self, ops: Ops[T], x: T, /) -> T: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +72,30 @@ class Layer:
 
 
 class Decoder:
-    """Weights in compute layout. `embed` may be a view of a mapped file: its pages then are not anonymous memory."""
+    """Weights in compute layout. Those that may be views of a mapped file, whose pages are not anonymous memory: `embed`, and
+    all matrices of 8 bits."""
 
     batched = True
     """Whether one forward serves many rows; where not, the runner gives each row a forward of its own."""
 
     def __init__(self, checkpoint: Checkpoint, products: Products) -> None:
-        """Packs the weights and empties `checkpoint.weights`, so that the raw ones can go."""
+        """Packs the weights and empties the checkpoint, so that the raw ones can go."""
         w = checkpoint.weights
         self.config: DecoderConfig = checkpoint.config
-        self.embed = w.pop("embed")
+        self.embed: Matrix = w.pop("embed")
         self.embed_scale = self.config.hidden**0.5 if self.config.traits.scaled_embedding else 1.0
         self._head = products(w.pop("head", self.embed))
-        self.norm = w.pop("norm").clone()
-
-        def vector(name: str) -> torch.Tensor | None:
-            return w.pop(name).clone() if name in w else None
 
         def norm(name: str) -> torch.Tensor:
-            return w.pop(name).clone()
+            return dense(w.pop(name)).clone()
+
+        def vector(name: str) -> torch.Tensor | None:
+            return norm(name) if name in w else None
 
         def matrix(name: str) -> Linear:
             return products(w.pop(name))
 
+        self.norm = norm("norm")
         self.layers = [
             Layer(
                 attn_norm=norm(f"layers.{i}.attn_norm"), qkv=matrix(f"layers.{i}.qkv"), qkv_bias=vector(f"layers.{i}.qkv_bias"),
@@ -86,33 +107,30 @@ class Decoder:
             for i in range(self.config.layers)
         ]  # fmt: skip
 
-    def hidden(self, tokens: torch.Tensor, at: torch.Tensor, ops: Ops) -> torch.Tensor:
-        """One forward of `tokens` int64 [n]; what the head reads, [len(at), hidden], of the tokens at `at`."""
-        residual = self.embed[tokens]
-        if self.embed_scale != 1.0:
-            residual *= self.embed_scale
+    def embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        """What goes into the first layer, of `tokens` int64 [n]."""
+        rows = self.embed[tokens]
+        return rows if self.embed_scale == 1.0 else rows.mul_(self.embed_scale)
+
+    def hidden(self, ops: Ops[T], residual: T) -> T:
+        """One forward of embedded tokens; what the head reads, of the tokens picked."""
         x = None
         for i, layer in enumerate(self.layers):
             h = ops.add_rms_norm(x=x, residual=residual, weight=layer.attn_norm)
-            qkv = layer.qkv(h)
-            if layer.qkv_bias is not None:
-                qkv += layer.qkv_bias
-            x = layer.out(ops.attention(layer=i, qkv=qkv, q_norm=layer.q_norm, k_norm=layer.k_norm))
+            qkv = ops.linear(x=h, weight=layer.qkv, bias=layer.qkv_bias)
+            attended = ops.attention(layer=i, qkv=qkv, q_norm=layer.q_norm, k_norm=layer.k_norm)
+            if i + 1 == len(self.layers):  # of the other tokens nothing is wanted any more but the keys and values just stored
+                attended, residual = ops.pick(x=attended), ops.pick(x=residual)
+            x = ops.linear(x=attended, weight=layer.out)
             if layer.post_attn_norm is not None:
                 x = ops.add_rms_norm(x=None, residual=x, weight=layer.post_attn_norm)
             h = ops.add_rms_norm(x=x, residual=residual, weight=layer.mlp_norm)
-            x = layer.down(ops.gated(gate_up=layer.gate_up(h)))
+            x = ops.linear(x=ops.gated(gate_up=ops.linear(x=h, weight=layer.gate_up)), weight=layer.down)
             if layer.post_mlp_norm is not None:
                 x = ops.add_rms_norm(x=None, residual=x, weight=layer.post_mlp_norm)
-        if not len(at):
-            return torch.empty(0, self.config.hidden)
-        return ops.add_rms_norm(x=None if x is None else x[at], residual=residual[at], weight=self.norm)
+        return ops.add_rms_norm(x=x, residual=residual, weight=self.norm)
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def head(self, ops: Ops[T], hidden: T) -> T:
         """Logits [rows, vocab] of rows of `hidden`."""
-        if not len(hidden):
-            return torch.empty(0, self.config.vocab)
-        logits = self._head(hidden)
-        if (cap := self.config.final_softcap) is not None:
-            logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        logits = ops.linear(x=hidden, weight=self._head)
+        return logits if (cap := self.config.final_softcap) is None else ops.capped(x=logits, cap=cap)

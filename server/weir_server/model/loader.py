@@ -1,10 +1,11 @@
 """Weights from GGUF files and safetensors directories, in the decoder's own layout, and the cache of them on disk.
 
-Dequantising SmolLM2 takes seconds, mapping the result a tenth of one: so the fused fp32 tensors are written once to
+Dequantising SmolLM2 takes seconds, mapping the result a tenth of one: so the fused tensors are written once to
 `<cache>/<key>.safetensors` and mapped from then on. The key is the identity of the source files (name, size, modification
-time) and the layout's version. A cache that cannot be written costs one log line and the time, nothing else.
+time), the layout's version and the format of its matrices.
 
-The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_heads; norms as they multiply):
+The layout (float32, matrices perhaps in 8 bits; shapes outermost first; D = head_dim, G = heads, K = kv_heads; norms as they
+multiply):
   embed [vocab, hidden] · norm [hidden] · head [vocab, hidden] unless tied
   layers.i: attn_norm [hidden] · qkv [(G + 2K)·D, hidden] · out [hidden, G·D] · mlp_norm [hidden] · gate_up [2·ffn, hidden]
   · down [hidden, ffn]; where the family has them: qkv_bias [(G + 2K)·D] · q_norm, k_norm [D] · post_attn_norm,
@@ -13,13 +14,8 @@ The layout (float32; shapes outermost first; D = head_dim, G = heads, K = kv_hea
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator, Mapping
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,9 +23,9 @@ from typing import Protocol
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from weir_server.model import config as model_config
+from weir_server.model import int8, weight_cache
 from weir_server.model.config import DecoderConfig
 from weir_server.model.families import Family
 from weir_server.model.files import (
@@ -40,20 +36,23 @@ from weir_server.model.files import (
     read_gguf_metadata,
     safetensors_files,
 )
+from weir_server.model.int8 import Blocks, Int8Matrix, Matrix
 
 log = logging.getLogger("weir.model")
 
 LAYOUT_VERSION = 1
 
-Weights = dict[str, torch.Tensor]
+Weights = dict[str, Matrix]
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A model's config and weights. `mapped`: the weights are views of the cache file, not anonymous memory."""
+    """A model's config and weights. `int8`: its matrices are Int8Matrix, the embedding and the head too. `mapped`: the weights
+    are views of the cache file, not anonymous memory."""
 
     config: DecoderConfig
     weights: Weights
+    int8: bool
     mapped: bool
     key: str  # identity of the source, for logs and prefix hashes
 
@@ -63,26 +62,56 @@ def read_config(path: Path) -> DecoderConfig:
     return _source(path).config
 
 
+def read_headers(path: Path, quantize: str) -> tuple[DecoderConfig, bool]:
+    """Its config, and whether its matrices get 8 bits. Raises ModelError."""
+    source = _source(path)
+    return source.config, _in_int8(source, quantize)
+
+
 def _source(path: Path) -> _Source:
     return _Directory(path) if path.is_dir() else _Gguf(path)
 
 
-def load_checkpoint(path: Path, cache_dir: str | None = None) -> Checkpoint:
-    """Load `path` (as `files.resolve` gives it). Raises ModelError."""
+def _in_int8(source: _Source, quantize: str) -> bool:
+    """All matrices or none: a model of float32 with a few of 8 bits would be neither small nor what was asked for."""
+    if quantize != "auto":
+        return quantize == "int8"
+    matrices = [name for name, shape in shapes(source.config).items() if len(shape) == 2]
+    return all(source.is_int8(piece) for name in matrices for piece in pieces(name))
+
+
+def load_checkpoint(path: Path, cache_dir: str | None = None, quantize: str = "auto") -> Checkpoint:
+    """Load `path` (as `files.resolve` gives it). `quantize`: auto (matrices of 8 bits where the file's own are that, to the
+    bit), int8 (whatever the file has) or none (float32). Raises ModelError."""
     source = _source(path)
-    key = _key(source.files)
-    for directory in _cache_directories(cache_dir):
-        cached = directory / f"{key}.safetensors"
-        if (weights := _map(cached, source.config)) is not None:
-            return Checkpoint(source.config, weights, mapped=True, key=key)
-    weights = _fused(source.config, source)
+    config, in_int8 = source.config, _in_int8(source, quantize)
+    key = weight_cache.key_of(f"weir weights {LAYOUT_VERSION}{' int8' if in_int8 else ''}", source.files)
+    places = [directory / f"{key}.safetensors" for directory in weight_cache.directories(cache_dir)]
+    for place in places:
+        if (mapped := _mapped(place, config, in_int8)) is not None:
+            return Checkpoint(config, mapped, in_int8, mapped=True, key=key)
+    weights = _fused(source, in_int8)
     source.check_nothing_left()
-    for directory in _cache_directories(cache_dir):
-        cached = directory / f"{key}.safetensors"
-        if _write(cached, weights) and (mapped := _map(cached, source.config)) is not None:
-            return Checkpoint(source.config, mapped, mapped=True, key=key)
+    stored = {name: w.lines if isinstance(w, Int8Matrix) else w for name, w in weights.items()}
+    for place in places:
+        if weight_cache.write(place, stored) and (mapped := _mapped(place, config, in_int8)) is not None:
+            return Checkpoint(config, mapped, in_int8, mapped=True, key=key)
     log.warning("no weight cache: the next start will be as slow as this one")
-    return Checkpoint(source.config, weights, mapped=False, key=key)
+    return Checkpoint(config, weights, in_int8, mapped=False, key=key)
+
+
+def _mapped(place: Path, c: DecoderConfig, in_int8: bool) -> Weights | None:
+    """The weights from the cache at `place`, if they are there."""
+    of = shapes(c)
+    stored = weight_cache.read(place, {name: _stored(shape, in_int8) for name, shape in of.items()})
+    if stored is None:
+        return None
+    return {name: Int8Matrix(t, of[name]) if t.dtype is torch.int32 else t for name, t in stored.items()}
+
+
+def _stored(shape: tuple[int, ...], in_int8: bool) -> tuple[torch.dtype, tuple[int, ...]]:
+    """How a tensor of the layout lies in memory and in the cache."""
+    return (torch.int32, int8.lines_shape(shape)) if in_int8 and len(shape) == 2 else (torch.float32, shape)
 
 
 # ---------------------------------------------------------------- the layout
@@ -148,21 +177,43 @@ def pieces(name: str) -> list[str]:
     return [layer + dot + piece for piece in _STACKED.get(short, (short,))]
 
 
-def _fused(c: DecoderConfig, source: _Source) -> Weights:
+def weights_bytes(c: DecoderConfig, in_int8: bool, mapped: bool) -> int:
+    """What the weights hold of memory that nothing can take away. In float32 products are packed, and the embedding is besides
+    only where it is not `mapped`; in 8 bits one tensor is embedding, tied head and cache file, and is wanted in every step."""
+    of = {name: 4 * math.prod(_stored(shape, in_int8)[1]) for name, shape in shapes(c).items()}
+    return sum(of.values()) + (0 if in_int8 else of["embed"] * (c.tied - mapped))
+
+
+def _fused(source: _Source, in_int8: bool) -> Weights:
     """Build the layout from a source's tensors. Raises ModelError for a missing or misshapen one."""
+    c = source.config
     attention, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     rows = {"q": attention, "k": kv, "v": kv, "q_bias": attention, "k_bias": kv, "v_bias": kv, "gate": c.ffn, "up": c.ffn}
-    weights = {}
+    weights: Weights = {}
     for name, shape in shapes(c).items():
-        parts = []
-        for piece in pieces(name):
-            tensor, expected = source.tensor(piece), (rows.get(piece.rpartition(".")[2], shape[0]), *shape[1:])
-            if tuple(tensor.shape) != expected:
-                what = f"{source.name_of(piece)} of {source.path} has shape {list(tensor.shape)}"
-                raise ModelError(f"{what}, the config asks for {list(expected)}.")
-            parts.append(tensor.to(torch.float32))
-        weights[name] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
+        expected = [(piece, (rows.get(piece.rpartition(".")[2], shape[0]), *shape[1:])) for piece in pieces(name)]
+        if in_int8 and len(shape) == 2:
+            weights[name] = Int8Matrix.of(Blocks.joined([_blocks(source, piece, wanted) for piece, wanted in expected]))
+        else:
+            parts = [_checked(source, piece, source.tensor(piece), wanted).to(torch.float32) for piece, wanted in expected]
+            weights[name] = torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].contiguous()
     return weights
+
+
+def _blocks(source: _Source, piece: str, wanted: tuple[int, ...]) -> Blocks:
+    """A piece in 8 bits: the source's own where it has them."""
+    if not source.is_int8(piece):
+        return int8.quantize(_checked(source, piece, source.tensor(piece), wanted))
+    blocks = source.blocks(piece)
+    _checked(source, piece, blocks.q, wanted)
+    return blocks
+
+
+def _checked(source: _Source, piece: str, tensor: torch.Tensor, wanted: tuple[int, ...]) -> torch.Tensor:
+    if tuple(tensor.shape) != wanted:
+        what = f"{source.name_of(piece)} of {source.path} has shape {list(tensor.shape)}"
+        raise ModelError(f"{what}, the config asks for {list(wanted)}.")
+    return tensor
 
 
 # ---------------------------------------------------------------- sources
@@ -178,6 +229,14 @@ class _Source(Protocol):
 
     def tensor(self, piece: str) -> torch.Tensor:
         """A piece as the decoder computes with it. Raises ModelError where it is missing or cannot be read."""
+        ...
+
+    def is_int8(self, piece: str) -> bool:
+        """Whether `blocks` has the piece, bit for bit."""
+        ...
+
+    def blocks(self, piece: str) -> Blocks:
+        """A matrix that the source has in 8 bits or fewer. Raises ModelError as `tensor` does."""
         ...
 
     def check_nothing_left(self) -> None:
@@ -212,6 +271,12 @@ class _Directory:
             return tensor.to(torch.float32) + offset
         return tensor
 
+    def is_int8(self, piece: str) -> bool:
+        return False
+
+    def blocks(self, piece: str) -> Blocks:
+        raise ValueError(f"{self.name_of(piece)} of {self.path} is not in 8 bits")
+
     def check_nothing_left(self) -> None:
         known = {self.name_of(p) for name in [*shapes(self.config), "head"] for p in pieces(name)}
         extra = sorted(n for n in self.where if n not in known and not n.endswith(".rotary_emb.inv_freq"))
@@ -242,18 +307,31 @@ class _Gguf:
         return gguf_name(piece)
 
     def tensor(self, piece: str) -> torch.Tensor:
-        name = self.name_of(piece)
-        array = self._read(name)
+        tensor = torch.from_numpy(np.ascontiguousarray(self._read(self.name_of(piece))))
+        return tensor if (order := self._order(piece, len(tensor))) is None else tensor[order]
+
+    def is_int8(self, piece: str) -> bool:
+        info = self.header.tensors.get(self.name_of(piece))
+        return info is not None and GGML_TYPES[info.type][0] in int8.EXACT
+
+    def blocks(self, piece: str) -> Blocks:
+        info, raw = self._raw(self.name_of(piece))
+        blocks = int8.of_gguf(raw, GGML_TYPES[info.type][0])
+        return blocks if (order := self._order(piece, len(blocks.q))) is None else blocks.rows(order)
+
+    def _order(self, piece: str, rows: int) -> torch.Tensor | None:
+        """Where our rows of a piece lie among the file's, if elsewhere: llama.cpp stores q and k with the halves of each head
+        interleaved (its rope turns neighbours)."""
         heads = {"q": self.config.heads, "k": self.config.kv_heads}.get(piece.rpartition(".")[2])
-        if heads is not None and self.config.traits.interleaved:
-            array = _unpermuted(array, heads, name)
-        return torch.from_numpy(np.ascontiguousarray(array))
+        if heads is None or not self.config.traits.interleaved:
+            return None
+        if rows % (2 * heads):
+            raise ModelError(f"{self.name_of(piece)} has {rows} rows, which {heads} heads cannot share.")
+        return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def _read(self, name: str) -> np.ndarray:
-        """One tensor as float32, read (not mapped: a file that is cut while we read is an error, not a bus error)."""
-        from gguf import GGMLQuantizationType  # here, because a start from the cache has no need of it
-        from gguf.quants import dequantize
-
+    def _raw(self, name: str) -> tuple[TensorInfo, np.ndarray]:
+        """One tensor's bytes [rows, bytes of a row] of a quantised type, and of others; read (not mapped: a file that is cut
+        while we read is an error, not a bus error)."""
         info = self.header.tensors.get(name)
         if info is None:
             raise ModelError(f"{self.path} has no tensor {name}.")
@@ -266,11 +344,17 @@ class _Gguf:
             raise ModelError(f"Cannot read the model file {self.path}: {e.strerror}.") from None
         if len(raw) < info.nbytes:
             raise ModelError(f"{self.path} is truncated: {name} has {len(raw)} of its {info.nbytes} bytes.")
+        return info, np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], _row_bytes(info, self.path))
+
+    def _read(self, name: str) -> np.ndarray:
+        """One tensor as float32."""
+        from gguf import GGMLQuantizationType  # here, because a start from the cache has no need of it
+        from gguf.quants import dequantize
+
+        info, raw = self._raw(name)
         if GGML_TYPES[info.type][0] in ("F32", "F16"):
-            dtype = np.float32 if info.type == 0 else np.float16
-            return np.frombuffer(raw, dtype).reshape(info.shape).astype(np.float32)
-        blocks = np.frombuffer(raw, np.uint8).reshape(*info.shape[:-1], _row_bytes(info, self.path))
-        return dequantize(blocks, GGMLQuantizationType(info.type)).astype(np.float32, copy=False)
+            return raw.view(np.float32 if info.type == 0 else np.float16).astype(np.float32)
+        return dequantize(raw, GGMLQuantizationType(info.type)).astype(np.float32, copy=False)
 
     def check_nothing_left(self) -> None:
         if extra := sorted(set(self.header.tensors) - self.used):
@@ -284,66 +368,3 @@ def _row_bytes(info: TensorInfo, where: Path) -> int:
     if info.shape[-1] % block:
         raise ModelError(f"The rows of {info.name} of {where} are {info.shape[-1]} long, no multiple of {block}.")
     return info.shape[-1] // block * block_bytes
-
-
-def _unpermuted(array: np.ndarray, heads: int, name: str) -> np.ndarray:
-    """llama.cpp stores q and k with the halves of each head interleaved (its rope turns neighbours); undo it."""
-    rows, columns = array.shape
-    if rows % (2 * heads):
-        raise ModelError(f"{name} has {rows} rows, which {heads} heads cannot share.")
-    return array.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
-
-
-# ---------------------------------------------------------------- the cache
-
-def _key(files: list[Path]) -> str:
-    digest = hashlib.sha256(f"weir weights {LAYOUT_VERSION}".encode())
-    for file in files:
-        stat = file.stat()
-        digest.update(f"\0{file.name}\0{stat.st_size}\0{int(stat.st_mtime)}".encode())  # layers of images keep whole seconds
-    return digest.hexdigest()[:32]
-
-
-def _cache_directories(explicit: str | None) -> Iterator[Path]:
-    """Where a cache may lie, best first: what was asked for, else the user's cache, else the temporary directory."""
-    if explicit is not None:
-        yield Path(explicit)
-        return
-    if base := os.environ.get("XDG_CACHE_HOME") or os.environ.get("HOME"):
-        yield Path(base) / ("weir" if os.environ.get("XDG_CACHE_HOME") else ".cache/weir")
-    shared = Path(tempfile.gettempdir()) / f"weir-{os.getuid()}"
-    if not shared.exists() or shared.stat().st_uid == os.getuid():  # anybody may create a name in the temporary directory
-        yield shared
-
-
-def _map(path: Path, c: DecoderConfig) -> Weights | None:
-    """The cached tensors, or None where there is no whole cache of this layout."""
-    if not path.is_file():
-        return None
-    try:
-        with safe_open(path, framework="pt") as file:
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as e:
-        log.warning("weight cache %s is damaged (%s): loading from the source", path, e)
-        return None
-    if {n: tuple(w.shape) for n, w in weights.items()} != shapes(c):
-        log.warning("weight cache %s has another layout: loading from the source", path)
-        return None
-    return weights
-
-
-def _write(path: Path, weights: Mapping[str, torch.Tensor]) -> bool:
-    """Write the cache so that it appears whole or not at all. False where the file system does not let us."""
-    temporary, size = path.with_suffix(f".{os.getpid()}.tmp"), sum(w.nbytes for w in weights.values())
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if (free := shutil.disk_usage(path.parent).free) < size + (1 << 20):
-            raise OSError(f"it needs {size} bytes and {free} are free")  # and a small /tmp is not to be filled
-        save_file(dict(weights), temporary)
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        log.warning("cannot write the weight cache %s: %s", path, e)
-        return False
-    return True

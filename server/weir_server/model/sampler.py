@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from weir_server.link.messages import LOWEST_LOGPROB, Sampling, TokenLogprobs
@@ -47,7 +48,8 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
     out = [Drawn() for _ in rows]
     groups: dict[tuple[float, int, float, float], list[int]] = defaultdict(list)
     raw: dict[int, torch.Tensor] = {}
-    finite = torch.isfinite(logits).all(-1).tolist()
+    numbers = logits.numpy()  # its reductions are vectorised, and wake no other thread for one row: see 152
+    finite = (np.isfinite(numbers.max(-1)) & np.isfinite(numbers.min(-1))).tolist()
     for i, row in enumerate(rows):
         s = row.sampling
         if not finite[i]:
@@ -64,10 +66,10 @@ def sample(logits: torch.Tensor, rows: Sequence[Draw]) -> list[Drawn]:
     for parameters, members in groups.items():
         chosen = logits if len(members) == len(rows) else logits[members]
         if parameters is _GREEDY:
-            tokens: list[int | None] = list(chosen.argmax(-1).tolist())
+            tokens: list[int | None] = list(chosen.numpy().argmax(-1).tolist())
         else:
-            numbers = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
-            tokens = _extract(chosen, *parameters, torch.tensor(numbers, dtype=torch.float64))
+            drawn = [uniform(r.sampling.seed, r.choice, len(r.context)) for r in (rows[i] for i in members)]
+            tokens = _extract(chosen, *parameters, torch.tensor(drawn, dtype=torch.float64))
         for i, token in zip(members, tokens, strict=True):
             out[i].token = token
             if token is None:
