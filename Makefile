@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench clean
+.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench scale clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,6 +67,10 @@ types: $(VENV)/.dev  ## mypy
 	$(BIN)/mypy server/weir_server operator/weir_operator
 floors: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-cache
+
+CHURN ?=
+scale: $(VENV)/.dev  ## a thousand resources under one operator, on the programs in KUBEBUILDER_ASSETS (5 minutes; CHURN=3334 for 10,000 operations)
+	PYTHONPATH=benchmarks:tests/unit:tests/control_plane $(BIN)/python -m weir_bench.scale $(if $(CHURN),--churn $(CHURN))
 
 generate: $(VENV)/.dev  ## the CRD, reference pages and install manifests, from what they are made of
 	$(BIN)/python hack/generate.py

@@ -7,6 +7,7 @@ their place and the results say so. Loads are multiples of what the plant can do
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +67,11 @@ SHIFTING = "chat-documents-chat"
 DAY = "day"
 SQUARE = "square"
 PERIODS = (0.5, 1, 2, 5, 20)
+SEEDS = 5
+FIRST_DAY = 2  # the clients at hand begin one after the other
+POOL = "servegen/*m-small*-trace.csv"
+"""The clients of a ServeGen pool that are at hand: their rates together are a day's curve."""
+HOURS_OF_NOON = tuple(1 - 0.65 * math.cos(2 * math.pi * i / 24) for i in range(24))
 TICK = 30.0
 
 
@@ -96,13 +102,19 @@ def cells(short: bool) -> list[Cell]:
         two = ("cpu", "llama2-70b h100x8")
         some = [Cell(w, m, "roomy", load, 0) for w in (*KINDS, SHIFTING) for m in two for load in (0.5, 1.5)]
         return [*some, Cell("chat", "cpu", "tight", 1.5, 0), Cell(f"{SQUARE} 2", "cpu", "roomy", 1.0, 0)]
-    seeds, two = range(5), ("cpu", "llama2-70b h100x8")
+    return [cell for seed in range(SEEDS) for cell in _of_seed(seed)]
+
+
+def _of_seed(seed: int) -> list[Cell]:
+    """All cells of one seed, in an order that makes any part of them, from the first on, a fair sample of all."""
+    two = ("cpu", "llama2-70b h100x8")
     found = [
-        Cell(w, m, "roomy", load, s)
-        for s in seeds for w in (*KINDS, SHIFTING, DAY) for m in MACHINES for load in (0.3, 0.7, 1.0, 1.5)
+        Cell(w, m, "roomy", load, seed) for w in (*KINDS, SHIFTING, DAY) for m in MACHINES for load in (0.3, 0.7, 1.0, 1.5)
     ]
-    found += [Cell(w, m, "tight", 1.5, s) for s in seeds for w in ("chat", "documents") for m in two]
-    return found + [Cell(f"{SQUARE} {p:g}", m, "roomy", 1.0, s) for s in seeds for p in PERIODS for m in two]
+    found += [Cell(w, m, "tight", 1.5, seed) for w in ("chat", "documents") for m in two]
+    found += [Cell(f"{SQUARE} {p:g}", m, "roomy", 1.0, seed) for p in PERIODS for m in two]
+    random.Random(seed).shuffle(found)
+    return found
 
 
 def build(cell: Cell, folder: Path | None, seconds: float) -> Case:
@@ -113,17 +125,17 @@ def build(cell: Cell, folder: Path | None, seconds: float) -> Case:
     ttft = max(KINDS[name].ttft[machine.small] for name in names)
     slo = Slo(ttft, machine.objective * machine.plant.a)
     setup = PodSetup(
-        machine.plant, slo, Knobs(*_default(4, 32, machine)), (1, machine.most), (1, 1024),
+        machine.plant, slo, default_knobs(4, 32, machine), (1, machine.most), (1, 1024),
         kv_blocks=_blocks(cell, machine, slo, names[0]), context=machine.context, chunk=machine.chunk, seed=cell.seed,
     )
     rows: list[Arrival] = []
     shifts: list[float] = []
     recorded, at = True, 0.0
     for name in names:
-        rate = cell.load * _capacity(machine, KINDS[name], slo)
-        part, real = _rows(KINDS[name], machine, folder, rate, seconds, cell)
+        rate = cell.load * capacity(machine, KINDS[name], slo)
+        part, real, length = _rows(KINDS[name], machine, folder, rate, seconds, cell)
         rows += [replace(row, at=row.at + at) for row in part]
-        recorded, at = recorded and real, at + seconds
+        recorded, at = recorded and real, at + length
         shifts.append(at)
     return Case(setup, rows, at, tuple(shifts[:-1]), recorded)
 
@@ -134,8 +146,8 @@ def _phases(workload: str) -> list[str]:
     return [workload if workload in KINDS else "chat"]
 
 
-def _default(batch: int, depth: int, machine: Machine) -> tuple[int, None, float, int]:
-    return min(batch, machine.most), None, 0.01, depth
+def default_knobs(batch: int, depth: int, machine: Machine) -> Knobs:
+    return Knobs(min(batch, machine.most), None, 0.01, depth)
 
 
 def lengths(kind: Kind, machine: Machine) -> tuple[float, float]:
@@ -144,7 +156,8 @@ def lengths(kind: Kind, machine: Machine) -> tuple[float, float]:
     return kind.prompt / by_prompt, max(4.0, kind.output / by_output)
 
 
-def _capacity(machine: Machine, kind: Kind, slo: Slo) -> float:
+def capacity(machine: Machine, kind: Kind, slo: Slo) -> float:
+    """Rows per second of one pod at its best batch, every row on time."""
     prompt, output = lengths(kind, machine)
     mix = Mix(1.0, (1.0,), output, prompt / output, prompt + output / 2)
     return best_rate(Model(machine.plant, mix, {hist_index(1.0): 1.0}, {}), slo.tpot, 1, machine.most)
@@ -163,7 +176,8 @@ def _blocks(cell: Cell, machine: Machine, slo: Slo, name: str) -> int:
 
 def _rows(
     kind: Kind, machine: Machine, folder: Path | None, rate: float, seconds: float, cell: Cell
-) -> tuple[list[Arrival], bool]:
+) -> tuple[list[Arrival], bool, float]:
+    """The rows, whether they were recorded, and for how long they last: no longer than a recorded trace does."""
     prompt, output = lengths(kind, machine)
     if cell.workload.startswith(SQUARE):
         half = float(cell.workload.split()[1]) * TICK / 2
@@ -171,18 +185,34 @@ def _rows(
             Phase(min(seconds, (i + 1) * half), rate * (0.3, 1.7)[i % 2], prompt, output, 0.6)
             for i in range(math.ceil(seconds / half))
         ]
-        return list(arrivals(waves, cell.seed, machine.context)), False
+        return list(arrivals(waves, cell.seed, machine.context)), False, seconds
     if cell.workload == DAY:
-        hours = [Phase((i + 1) * seconds / 24, rate * (1 - 0.65 * math.cos(2 * math.pi * i / 24)), prompt, output, kind.cv)
-                 for i in range(24)]
-        return list(arrivals(hours, cell.seed, machine.context)), False
+        curve, real = day(folder, cell.seed)
+        hours = [
+            Phase((i + 1) * seconds / len(curve), rate * share, prompt, output, kind.cv) for i, share in enumerate(curve)
+        ]
+        return list(arrivals(hours, cell.seed, machine.context)), real, seconds
     file = folder / kind.file if folder else None
     if file is None or not file.is_file():
-        return list(arrivals(list(_standing_in(kind, rate, seconds, prompt, output)), cell.seed, machine.context)), False
+        drawn = arrivals(list(_standing_in(kind, rate, seconds, prompt, output)), cell.seed, machine.context)
+        return list(drawn), False, seconds
     by = kind.small if machine.small else (1.0, 1.0)
     shape = traces.Shape(start=300.0 * cell.seed, prompt_by=by[0], output_by=by[1], context=machine.context)
     rows = [replace(row, parts=()) for row in traces.read(file, shape, cell.seed)]
-    return traces.with_rate(rows, rate, seconds), True
+    used = traces.with_rate(rows, rate, seconds)
+    return used, True, seconds if len(used) < len(rows) else math.ceil(used[-1].at)
+
+
+def day(folder: Path | None, seed: int) -> tuple[Sequence[float], bool]:
+    """The rate through one day, its mean 1: of a recorded pool (each seed another day), else a cosine with its top at noon."""
+    files = sorted(folder.glob(POOL)) if folder else []
+    if not files:
+        return HOURS_OF_NOON, False
+    windows = round(86400 / traces.WINDOW_SECONDS)
+    first = (FIRST_DAY + seed) * windows
+    curve = traces.rates(files)[first:first + windows]
+    mean = sum(curve) / len(curve)
+    return [rate / mean for rate in curve], True
 
 
 def _standing_in(kind: Kind, rate: float, seconds: float, prompt: float, output: float) -> list[Phase]:

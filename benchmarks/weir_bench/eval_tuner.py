@@ -24,6 +24,7 @@ from typing import Any
 
 from weir_bench import results
 from weir_bench.eval_cases import DEFAULTS, SQUARE, Case, Cell, build, cells
+from weir_bench.eval_fleet import HPA, fleet_cells, fleet_report, fleet_table, run_fleet_cell
 from weir_operator.simulate.rivals import RIVALS, rival
 from weir_operator.simulate.run import Result, static, tuned
 from weir_operator.tuner.types import TunerSpec
@@ -34,6 +35,7 @@ SET_POINT = "set-point"
 DEPTHS = (1, 2, 4, 8, 16, 32)
 FIRST_DEPTH = 2
 Line = dict[str, Any]
+Job = tuple[Callable[[Any], list[Line]], Any]
 
 
 # ---------------------------------------------------------------- running
@@ -112,11 +114,14 @@ def run(out: Path, folder: Path | None, short: bool, jobs: int, limit: float, ni
     """Until all is done or `limit` seconds are over; what is done stays."""
     out.parent.mkdir(parents=True, exist_ok=True)
     done = frozenset(f"{line['cell']}|{line['run']}" for line in read(out)) if out.exists() else frozenset()
-    todo = [(cell, folder, SECONDS[short], short, done) for cell in cells(short)]
-    todo = [job for job in todo if any(f"{job[0].key}|{n}" not in done for n in (SET_POINT, "best", *RIVALS))]
+    fleets = [cell for cell in fleet_cells(short) if f"{cell.key}|{HPA}" not in done]
+    alone = [c for c in cells(short) if any(f"{c.key}|{n}" not in done for n in (SET_POINT, "best", *RIVALS))]
+    todo: list[Job] = [(run_fleet_cell, (cell, folder, SECONDS[False], done)) for cell in fleets]
+    todo += [(run_cell, (cell, folder, SECONDS[short], short, done)) for cell in alone]
+    todo.sort(key=lambda job: job[1][0].seed)  # stable: a part of it is a fair sample of all
     began, count = time.monotonic(), 0
     with multiprocessing.Pool(jobs, initializer=os.nice, initargs=(nice,)) as pool, out.open("a") as file:
-        for lines in pool.imap_unordered(run_cell, todo):
+        for lines in pool.imap_unordered(_go, todo):
             for line in lines:
                 file.write(json.dumps(line) + "\n")
             file.flush()
@@ -128,6 +133,10 @@ def run(out: Path, folder: Path | None, short: bool, jobs: int, limit: float, ni
                 print(f"stopping after {limit:.0f} s; the same command goes on from here", file=sys.stderr)
                 pool.terminate()
                 break
+
+
+def _go(job: Job) -> list[Line]:
+    return job[0](job[1])
 
 
 def read(path: Path) -> Iterator[Line]:
@@ -154,7 +163,7 @@ def report(lines: Sequence[Line]) -> dict[str, Any]:
         groups.setdefault(f"{row['workload']} · {row['machine']} · {row['memory']}", []).append(row)
     return {
         "cells": len(rows), "recorded_traces": sum(r["recorded"] for r in rows), "laws": laws, "best_single_static": single,
-        "groups": {name: _group(found) for name, found in groups.items()}, "rows": rows,
+        "fleets": fleet_report(lines), "groups": {name: _group(found) for name, found in groups.items()}, "rows": rows,
     }
 
 
@@ -294,7 +303,8 @@ def table(document: Mapping[str, Any]) -> str:
             f"| {name} | {cell('of_best')} | {worst} | {cell('of_best_default_under_overload', False)}× | "
             f"{cell('reversals_per_hour_steady', False)} | {cell('minutes_to_95', False)} | {s['cells']} |"
         )
-    return "\n".join(lines) + "\n"
+    fleets = fleet_table(document["fleets"])
+    return "\n".join(lines) + "\n" + (f"\n{fleets}" if fleets else "")
 
 
 BEGIN, END = "<!-- eval-tuner: made by `make eval-tuner`, do not edit -->\n", "<!-- /eval-tuner -->\n"

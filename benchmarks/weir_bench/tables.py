@@ -114,9 +114,41 @@ def fuzz(d: dict[str, Any]) -> list[str]:
     ]
 
 
+def scale(d: dict[str, Any]) -> list[str]:
+    f = d["figures"]
+    count = f"{f['resources']:,}"
+    rows = [(f"{count} resources Ready after the operator's start", f"{f['ready_seconds']:.0f} s", "90 s")]
+    if "still_seconds" in f:
+        writes = ", ".join(f"{n} {what}" for what, n in f["still_writes"].items()) or "none"
+        rows += [
+            (f"standing still for {f['still_seconds']:.0f} s, {f['still_polls_a_second']:.0f} polls a second: CPU",
+             f"{f['still_cpu_share_of_a_core']:.0%} of a core", "35 %"),
+            ("the same: memory (RSS)", f"{f['still_rss_bytes'] / 1e6:.0f} MB", "300 MB"),
+            ("the same: writes to the API, but the Lease", writes, "none"),
+        ]  # fmt: skip
+    if change := f.get("change_seconds"):
+        said = f"{change['p50']:.2f} s, 95 % within {change['p95']:.2f} s, all {f['changes']} within {change['most']:.2f} s"
+        rows.append((f"a change of one among {count}: its children are changed after", said, "2 s, 95 %"))
+    if "takeover_seconds" in f:
+        rows.append(("a leader killed: the next change is carried out after", f"{f['takeover_seconds']:.1f} s", "20 s"))
+    return table(("what", "measured", "goal"), rows)
+
+
+def churn(d: dict[str, Any]) -> list[str]:
+    f = d["figures"]
+    left = ", ".join(f"{n} {kind}" for kind, n in f["left"].items() if n) or "nothing"
+    return [
+        f"{f['resources']:,} resources made, Ready, changed and deleted in waves of {f['wave']} ({f['operations']:,} "
+        f"operations in {f['seconds']:.0f} s): memory of the last third against that of the second {f['rss_growth']:+.1%} "
+        f"({f['rss_bytes'][-1] / 1e6:.0f} MB at the end); left behind: {left}; passes that failed: "
+        f"{f['passes_that_failed']:.0f}."
+    ]
+
+
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
     "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
-    "policies": policies, "quality": quality, "memory": memory, "fuzz": fuzz, **report.SECTIONS, "serving-footprint": footprint,
+    "policies": policies, "quality": quality, "memory": memory, "fuzz": fuzz, "scale": scale, "churn": churn,
+    **report.SECTIONS, "serving-footprint": footprint,
 }  # fmt: skip
 
 

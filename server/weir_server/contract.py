@@ -8,6 +8,8 @@ the process started; a value that is not known is absent or None, never zero.
 from __future__ import annotations
 
 import math
+import sys
+from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Self
@@ -132,35 +134,47 @@ def hist_edge(index: int) -> float:
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts over the edges above. On the wire: {"first": i, "counts": [...], "sum": s}, trimmed of empty ends."""
+    """Counts over the edges above. On the wire: {"first": i, "counts": [...], "sum": s}, trimmed of empty ends; and so it is
+    held, since an operator keeps dozens of readings of each of its pods."""
 
-    counts: list[int] = field(default_factory=lambda: [0] * (HIST_EDGES + 1))
+    first: int = 0
+    filled: array[int] = field(default_factory=lambda: array("q"))  # from bucket `first` on
     sum: float = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[hist_index(value)] += 1
+        at = hist_index(value)
+        if not self.filled:
+            self.first = at
+        if at < self.first:
+            self.filled[:0] = array("q", [0]) * (self.first - at)
+            self.first = at
+        if (beyond := at - self.first - len(self.filled)) >= 0:
+            self.filled.extend([0] * (beyond + 1))
+        self.filled[at - self.first] += 1
         self.sum += value
 
     @property
+    def counts(self) -> list[int]:
+        """Of every bucket."""
+        return [0] * self.first + self.filled.tolist() + [0] * (HIST_EDGES + 1 - self.first - len(self.filled))
+
+    @property
     def count(self) -> int:
-        return sum(self.counts)
+        return sum(self.filled)
 
     def to_wire(self) -> dict[str, Any]:
-        filled = [i for i, c in enumerate(self.counts) if c]
-        if not filled:
-            return {"first": 0, "counts": [], "sum": 0.0}
-        first, last = filled[0], filled[-1]
-        return {"first": first, "counts": self.counts[first : last + 1], "sum": round(self.sum, 6)}
+        return {"first": self.first, "counts": self.filled.tolist(), "sum": round(self.sum, 6)}
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Histogram:
-        """Raises ValueError if the wire form does not fit the edges."""
-        first, counts = int(wire["first"]), [int(c) for c in wire["counts"]]
-        if first < 0 or first + len(counts) > HIST_EDGES + 1 or any(c < 0 for c in counts):
+        """Raises KeyError or TypeError where it is none, ValueError if it does not fit the edges."""
+        first, counts = wire["first"], wire["counts"]
+        if type(first) is not int or any(type(c) is not int for c in counts):
+            raise TypeError("a histogram counts in integers")
+        if first < 0 or first + len(counts) > HIST_EDGES + 1 or any(not 0 <= c < 2**63 for c in counts):
             raise ValueError("histogram does not fit the contract's edges")
-        h = cls(sum=float(wire["sum"]))
-        h.counts[first : first + len(counts)] = counts
-        return h
+        _sane("sum", wire["sum"])
+        return cls(first, array("q", counts), float(wire["sum"]))
 
 
 # ---------------------------------------------------------------- the window: what the tuner reads
@@ -233,17 +247,40 @@ class Window:
 
     @classmethod
     def from_wire(cls, wire: Mapping[str, Any]) -> Window:
-        """Raises KeyError, TypeError or ValueError on anything that is not a whole window: absent is not zero."""
+        """Raises KeyError, TypeError or ValueError on anything that is not a whole window of numbers: absent is not zero."""
         values = {f.name: wire[f.name] for f in fields(cls)}
         values["target"] = Knobs(**values["target"])
         values["effective"] = Knobs(**values["effective"])
         values["envelope"] = envelope_from_wire(values["envelope"])
         for name, keys in (("step", STEP_SUMS), ("decode_only", STEP_SUMS), ("products", STEP_PRODUCTS), ("slo_good", SLOS)):
             _require(name, values[name], keys)
+            values[name] = {k: values[name][k] for k in keys}  # under the names that all readings share
+        for name in ("head_wait_seconds", "finished", "refused"):
+            values[name] = {sys.intern(k): v for k, v in dict(values[name]).items()}
+        for name in _NUMBERS:
+            _sane(name, values[name])
+        for knobs in (values["target"], values["effective"]):
+            for name in KNOBS:
+                if (value := getattr(knobs, name)) is not None or name != "kv_cache_budget":
+                    _sane(name, value)
+        for group in (*(values[name] for name in _GROUPS), *(dict(by_bound) for by_bound in values["refused"].values())):
+            for name, value in group.items():
+                _sane(name, value)
         for name, keys in (("histograms", HISTOGRAMS), ("settled", SETTLED_HISTOGRAMS)):
             _require(name, values[name], keys)
             values[name] = {k: Histogram.from_wire(values[name][k]) for k in keys}
         return cls(**values)
+
+
+_NUMBERS = tuple(f.name for f in fields(Window) if f.type in ("int", "float"))
+_GROUPS = ("head_wait_seconds", "step", "decode_only", "products", "finished", "slo_good")
+"""Fields of a window that are mappings of names to numbers."""
+
+
+def _sane(name: str, value: float) -> None:
+    """TypeError where it is no number, ValueError where nobody can calculate with it."""
+    if not -1e300 < value < 1e300:
+        raise ValueError(f"{name} is {value}")
 
 
 def _require(name: str, mapping: Mapping[str, Any], keys: Iterable[str]) -> None:
@@ -253,6 +290,9 @@ def _require(name: str, mapping: Mapping[str, Any], keys: Iterable[str]) -> None
 
 def envelope_from_wire(wire: Mapping[str, Any]) -> Envelope:
     bounds: dict[str, Any] = {f.name: None if wire[f.name] is None else tuple(wire[f.name]) for f in fields(Envelope)}
+    for name, ends in bounds.items():
+        for value in ends or ():
+            _sane(name, value)
     return Envelope(**bounds)
 
 

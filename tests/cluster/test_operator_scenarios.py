@@ -16,15 +16,16 @@ from cluster_kit import EXAMPLE, HTTP_PORT, ROOT, SERVER_IMAGE, answers, eventua
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 NAME = "smollm2"
 SIDECAR = (ROOT / "examples" / "sidecar.yaml").read_text()
-LITTLE = {"spec": {"containers": [{"name": "server", "resources": {"requests": {"cpu": "100m"}, "limits": {"memory": "3Gi"}}}]}}
-"""So that three pods, one of them a surge, fit on a node of two cores."""
+SMALL = {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "3Gi"}}
+"""Of a server: three of them, with one that surges, fit on a node of two cores."""
 BODY = {"prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}
 
 
 def apply(namespace: str, **spec: Any) -> None:
     manifest = yaml.safe_load(EXAMPLE.read_text())
     manifest["metadata"]["namespace"] = namespace
-    manifest["spec"] = merged(merged(manifest["spec"], {"image": SERVER_IMAGE}), spec)
+    small = {"spec": {"containers": [{"name": "server", "resources": SMALL}]}}
+    manifest["spec"] = merged(merged(manifest["spec"], {"image": SERVER_IMAGE, "template": small}), spec)
     kubectl("apply", "-f", "-", text=yaml.safe_dump(manifest))
 
 
@@ -63,7 +64,7 @@ async def steady(url: str, keep: bool, stop: asyncio.Event, seen: list[Any]) -> 
 
 async def test_a_rolling_restart_under_load_loses_nothing(release: str, namespace: str) -> None:
     """Any answer but 200 counts as lost. The clients' 4 rows fit into one pod, so that there is room for them throughout."""
-    apply(namespace, replicas=2, template=LITTLE)
+    apply(namespace, replicas=2)
     await ready(namespace)
     url, stop, seen = address(namespace), asyncio.Event(), []
     clients = [asyncio.create_task(steady(url, keep, stop, seen)) for keep in (True, True, False, False)]
@@ -95,7 +96,7 @@ async def test_a_rollout_that_cannot_work_stops_and_the_old_pod_serves(release: 
     assert old in {p["metadata"]["uid"] for p in pods(namespace)}
     apply(namespace, rollout={"progressDeadline": "20s"})
     await eventually(lambda: condition(namespace, "Progressing")["reason"] == "Complete", "put back", 180)
-    assert [p["metadata"]["uid"] for p in pods(namespace)] == [old]
+    await eventually(lambda: [p["metadata"]["uid"] for p in pods(namespace)] == [old], "the pod that could not start is gone")
     kubectl("delete", "infd", NAME, "-n", namespace)
 
 

@@ -83,6 +83,10 @@ class Cluster:
         self.processes.append(process)
         return process
 
+    def named(self, program: str) -> subprocess.Popen[bytes]:
+        """The process of one of the control plane's programs that was started last."""
+        return next(p for p in reversed(self.processes) if Path(p.args[0]).name == program)  # type: ignore[index]
+
     def writes(self, namespace: str) -> list[dict[str, Any]]:
         """What the operator wrote to this namespace, Leases aside, as audited."""
         lines = [json.loads(line) for line in self.audit.read_text().splitlines()]
@@ -158,7 +162,18 @@ def start_control_plane(cluster: Cluster, port: int) -> None:
         "controllers", f"{ASSETS}/kube-controller-manager", f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false",
         f"--service-account-private-key-file={folder}/sa.key", f"--cert-dir={folder}/kcm", "--bind-address=127.0.0.1",
         f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400",
+        "--node-monitor-period=1s", "--node-monitor-grace-period=8s",  # a node without a word for so long is lost
     )
+
+
+def restart(cluster: Cluster, program: str, away: float = 0.0) -> None:
+    """End one of the control plane's programs at once, have it away for a while, and wait until the API server serves again."""
+    old = cluster.named(program)
+    old.kill()
+    old.wait(15)
+    time.sleep(away)
+    cluster.start(program.removeprefix("kube-"), *old.args)  # type: ignore[misc]
+    wait(lambda: cluster.kubectl("get", "--raw", "/readyz", check=False).stdout == "ok", 60, "the API server")
 
 
 class Operator:
@@ -167,6 +182,7 @@ class Operator:
     def __init__(self, cluster: Cluster, namespace: str, name: str = "operator", kubeconfig: Path | None = None) -> None:
         self.cluster, self.namespace, self.name = cluster, namespace, f"{name}-{namespace}"
         self.kubeconfig, self.port = kubeconfig or cluster.kubeconfig, free_port()
+        self.env: dict[str, str] = {}
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, *args: str, scope: bool = True) -> Operator:
@@ -174,7 +190,7 @@ class Operator:
         self.process = self.cluster.start(
             self.name, sys.executable, "-m", "weir_operator", "run", *where, f"--health-port={self.port}",
             "--server-image=registry/weir-server:test", *args,
-            env={"KUBECONFIG": str(self.kubeconfig), "POD_NAMESPACE": self.namespace},
+            env={"KUBECONFIG": str(self.kubeconfig), "POD_NAMESPACE": self.namespace, **self.env},
         )
         return self
 

@@ -85,7 +85,7 @@ def test_an_api_server_that_stands_still_and_comes_back(cluster: Cluster, namesp
     cluster.apply(resource(), namespace)
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True")
-    server = next(p for p in cluster.processes if "kube-apiserver" in str(p.args))
+    server = cluster.named("kube-apiserver")
     server.send_signal(signal.SIGSTOP)
     try:
         wait(lambda: operator.metric("weir_operator_leader") == 0, 60, "what it cannot renew it does not hold")

@@ -53,7 +53,7 @@ class FakeServer:
 
     async def __aenter__(self) -> FakeServer:
         app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self._handle)
+        app.router.add_route("*", "/{path:.*}", self.answer)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, self.host, self.port)
@@ -71,7 +71,7 @@ class FakeServer:
     def puts(self) -> list[dict[str, Any]]:
         return [body for method, _, body in self.seen if method == "PUT"]
 
-    async def _handle(self, request: web.Request) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json() if request.can_read_body else None
         self.seen.append((request.method, request.path, body))
         if self.behave and (answer := await self.behave(request)) is not None:

@@ -133,7 +133,7 @@ class FlowPod:
             for _ in range(round(rows) if self.offered else 0):
                 histograms["decode_interval"].observe(y)
         if first <= self.slo.ttft and y <= self.slo.tpot:
-            self.good["both"] += done
+            self.good["both"] += int(self.finished["length"]) - int(before)
         self.waiting, self.oldest_wait = (depth, wait) if saturated else (0, 0.0)
         self.running = rows if self.offered else 0.0
 

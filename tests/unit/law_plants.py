@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import random
 import sys
+import time
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -83,9 +84,10 @@ def walk(seed: int) -> Walk:
 
 def _next(model: Model, ttft: float, tpot: float, reach: Reach, direction: int):
     choice = choose(model, ttft, tpot, reach)
-    turns = (choice.batch - reach.batch) * direction < 0 and choice.goodput < REVERSAL_GAIN * choice.present
-    doubtful = choice.batch != reach.batch and choice.gains and not certain(model, ttft, tpot, reach, choice)
-    return choose(model, ttft, tpot, reach.held()) if turns or doubtful else choice
+    turns = (choice.batch - reach.batch) * direction < 0
+    doubtful = choice.batch != reach.batch and choice.gains and not certain(model, ttft, tpot, reach, choice, turns)
+    small = turns and choice.goodput < REVERSAL_GAIN * choice.present
+    return choose(model, ttft, tpot, reach.held()) if small or doubtful else choice
 
 
 def wrong(w: Walk, share: float) -> str | None:
@@ -102,20 +104,29 @@ def wrong(w: Walk, share: float) -> str | None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000)
+    parser.add_argument("--start", type=int, default=0, help="the first one's seed: 100,000 may be walked in parts")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--share", type=float, default=0.95)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long, and say how far it came")
     options = parser.parse_args()
-    worst, below, failed, seen = 1.0, 0, [], 0
+    worst, below, failed, seen, walked, began = 1.0, 0, [], 0, 0, time.monotonic()
+    seeds = range(options.start, options.start + options.count)
     with multiprocessing.Pool(options.jobs, initializer=os.nice, initargs=(15,)) as pool:
-        for i, w in enumerate(pool.imap_unordered(walk, range(options.count), chunksize=50), start=1):
+        for w in pool.imap(walk, seeds, chunksize=50):
+            walked += 1
             if w.counts:
                 seen, worst, below = seen + 1, min(worst, w.of_best), below + (w.of_best < 0.98)
             if why := wrong(w, options.share):
                 failed.append({"why": why, **asdict(w)})
-            if i % 1000 == 0:
-                print(f"{i} plants: worst {worst:.4f}, {below} of {seen} under 0.98, {len(failed)} wrong", file=sys.stderr)
-    print(json.dumps({"plants": options.count, "with_goodput": seen, "worst": worst, "under_98_percent": below,
-                      "wrong": failed[:20], "wrong_count": len(failed)}, indent=1))
+            if walked % 1000 == 0:
+                print(f"{walked} plants: worst {worst:.4f}, {below} of {seen} under 0.98, {len(failed)} wrong", file=sys.stderr)
+            if time.monotonic() - began > options.seconds:
+                pool.terminate()
+                break
+    print(json.dumps({
+        "start": options.start, "plants": walked, "with_goodput": seen, "worst": worst, "under_98_percent": below,
+        "wrong": failed[:20], "wrong_count": len(failed),
+    }, indent=1))
     return 1 if failed else 0
 
 

@@ -237,6 +237,31 @@ def test_a_workload_that_comes_back_is_met_with_what_did_best_under_it():
     assert any(m.rule == "learned" for d in pods.log[-20:] for m in d.moves)
 
 
+def test_what_did_best_under_another_rate_is_left_where_it_is_predicted_to_do_worse():
+    """A fingerprint has no rate: the batch that a crowd needs is not what three rows a minute do best with."""
+    loop = started(seconds=400)
+    best_now, crowd = loop.pod.target.max_batch_size, replace(loop.state.learned[0], batch=40, depth=40)
+    loop.state = replace(loop.state, learned=(crowd,), pods={"p": replace(loop.me, recall=True, pending=None)})
+    loop.run(35)
+    assert loop.pod.target.max_batch_size == best_now and not any(m.rule == "learned" for m in loop.moves)
+    loop.state = replace(
+        loop.state, learned=(replace(crowd, batch=best_now, depth=2),), pods={"p": replace(loop.me, recall=True, pending=None)}
+    )
+    loop.pod.set({"max_batch_size": 2})
+    loop.run(35)
+    assert loop.moves[-1].rule == "learned" and loop.pod.target.max_batch_size == best_now
+
+
+def test_a_batch_that_is_kept_for_want_of_evidence_is_not_learned(monkeypatch):
+    loop = started()
+    loop.run(60)
+    loop.state = replace(loop.state, learned=())
+    loop.pod.set({"max_batch_size": 5})
+    monkeypatch.setattr("weir_operator.tuner.law.certain", lambda *a, **k: False)
+    loop.run(150)
+    assert "within the error of its prediction" in loop.records[-1].reason and loop.state.learned == ()
+
+
 def entry(output=64.0, prefill=2.0, context=160.0, batch=8, at=0.0, kind="x", most=0) -> Learned:
     return Learned(kind, output, prefill, context, batch, 1, 0.01, most, 1.0, CPU, at)
 

@@ -185,3 +185,34 @@ def test_a_gain_within_the_error_of_its_own_prediction_is_none():
     close = Reach(choice.batch - 1, choice.depth, (1, 64), (1, 64))
     small = replace(choice, present=choice.goodput / 1.03)
     assert certain(steady, 2.0, 0.108, close, small) and not certain(wild, 2.0, 0.108, close, small)
+
+
+def test_a_turn_of_the_batch_must_beat_twice_its_error():
+    reach = Reach(4, 1, (1, 64), (1, 64))
+    found = []
+    for i in range(40):
+        wild = replace(MIX, ticks=3, prefill_variance=0.1 * 1.3**i)
+        model = Model(CPU, wild, dict.fromkeys(ONE, 1e6), {hist_index(3.0): 10.0})
+        choice = choose(model, 2.0, 0.108, reach)
+        found.append((certain(model, 2.0, 0.108, reach, choice), certain(model, 2.0, 0.108, reach, choice, turns=True)))
+    assert (True, True) in found and (True, False) in found and (False, True) not in found
+
+
+def test_where_settings_are_as_good_the_one_that_stands_more_load_is_taken():
+    """A batch that just carries what is offered now is met by any growth with refusals."""
+    offered = 0.5
+    light = Model(CPU, replace(MIX, offered=offered, quantiles=(offered,)), dict.fromkeys(ONE, 1e6), {hist_index(3.0): 10.0})
+    more = replace(light, mix=replace(light.mix, quantiles=(1.5 * offered,)))
+    choice = choose(light, 2.0, 0.108, Reach(2, 1, (1, 64), (1, 64)))
+    best = max(goodputs(light, 2.0, 0.108, b, 2)[q] for b in range(1, 9) for q in (1, 2))
+    least = next(b for b in range(2, 9) if goodputs(light, 2.0, 0.108, b, 2)[2] >= 0.99 * best)
+    then = {b: goodputs(more, 2.0, 0.108, b, 2)[2] for b in (least, choice.batch)}
+    assert choice.goodput >= 0.99 * best and choice.batch > least and then[choice.batch] > then[least]
+    there = choose(light, 2.0, 0.108, Reach(choice.batch, choice.depth, (1, 64), (1, 64)))
+    assert (there.batch, there.depth) == (choice.batch, choice.depth), "the present setting stays among its equals"
+
+
+def test_a_raise_leaps_fourfold_at_most():
+    fast = Model(Plant(0.01, 1e-4, 0.0, 0.0, 512), replace(MIX, offered=50.0, quantiles=(50.0,)), dict.fromkeys(ONE, 1e6), {})
+    assert choose(fast, 2.0, 0.5, Reach(4, 1, (1, 256), (1, 64))).batch == 16
+    assert choose(fast, 2.0, 0.5, Reach(4, 1, (1, 256), (1, 64), one_step=True)).batch == 5

@@ -47,6 +47,25 @@ def test_a_window_with_a_hole_inside_a_group_is_no_window() -> None:
         c.Window.from_wire(wire)
 
 
+@pytest.mark.parametrize("lie", [None, "7", [1], {"a": 1}, float("nan"), float("inf"), 10**400], ids=str)
+@pytest.mark.parametrize("where", [
+    ("queued",), ("monotonic",), ("step", "steps"), ("products", "np"), ("finished", "stop"), ("head_wait_seconds", "kv"),
+    ("refused",), ("refused", "queue_full"), ("refused", "queue_full", "slots"), ("finished",), ("histograms", "ttft"),
+    ("histograms", "ttft", "counts"), ("histograms", "ttft", "first"), ("target", "max_batch_size"), ("envelope",),
+], ids=".".join)
+def test_what_is_no_number_makes_no_window(where: tuple[str, ...], lie: object) -> None:
+    """One pod that lies is silent; its lies do not reach the law, where they would stop its neighbours' tuning."""
+    wire = json.loads(json.dumps(window().to_wire()))
+    group = wire
+    for name in where[:-1]:
+        group = group[name]
+    group[where[-1]] = lie
+    if (where[-1], lie) in [("finished", {"a": 1}), ("queue_full", {"a": 1}), ("counts", [1])]:
+        return  # which are numbers
+    with pytest.raises((KeyError, TypeError, ValueError)):
+        c.Window.from_wire(wire)
+
+
 @given(st.floats(1e-6, 1e5))
 def test_a_value_lies_within_its_bucket(value: float) -> None:
     i = c.hist_index(value)
@@ -59,8 +78,11 @@ def test_histogram_survives_the_wire(values: list[float]) -> None:
     h = c.Histogram()
     for v in values:
         h.observe(v)
+    buckets = [c.hist_index(v) for v in values]
+    assert h.counts == [buckets.count(i) for i in range(c.HIST_EDGES + 1)]
+    assert len(h.filled) == (max(buckets) - min(buckets) + 1 if values else 0), "without its empty ends"
     back = c.Histogram.from_wire(json.loads(json.dumps(h.to_wire())))
-    assert back.counts == h.counts
+    assert back.counts == h.counts and back.filled == h.filled
     assert back.count == len(values)
 
 

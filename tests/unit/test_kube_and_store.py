@@ -6,7 +6,7 @@ import pytest
 
 from weir_operator.io.kube import path, proxy_for
 from weir_operator.loops import store as module
-from weir_operator.loops.reconcile import fingerprint
+from weir_operator.loops.reconcile import _owns_replicas, fingerprint
 from weir_operator.loops.store import Store
 
 PROXY = {"https": "http://proxy:3128", "http": "http://proxy:3128"}
@@ -90,6 +90,42 @@ def test_a_watch_owes_what_a_list_showed_first(monkeypatch: pytest.MonkeyPatch) 
     assert store.lag() == 0
     store.replace("Pod", [obj("same"), obj("changed", "2")], store.known("Pod"))
     assert store.lag() == 0
+
+
+def test_a_watch_that_began_anew_does_not_owe_what_went_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    store = Store()
+    for name in ("gone", "going", "new"):
+        store.told("Pod", obj(name), False)
+    store.replace("Pod", [obj("going"), obj("new")], store.known("Pod"))  # it went, and then the watch broke
+    store.replace("Pod", [obj("new", "2")], store.known("Pod"), gap=True)
+    now[0] = 90.0
+    assert [o["metadata"]["name"] for o in store.known("Pod").values()] == ["new"]
+    assert store.lag() == 90, "what is there it has to tell"
+    store.told("Pod", obj("new", "2"), False)
+    assert store.lag() == 0
+
+
+def test_of_who_set_what_only_the_number_of_pods_is_kept() -> None:
+    def entry(manager: str, **spec: Any) -> dict[str, Any]:
+        return {"manager": manager, "operation": "Apply", "fieldsV1": {"f:spec": spec, "f:metadata": {"f:labels": {}}}}
+
+    deployment = {**obj("chat"), "spec": {"replicas": 3}}
+    deployment["metadata"]["managedFields"] = [
+        entry("weir-operator", **{"f:replicas": {}, "f:template": {}}), entry("kubectl", **{"f:paused": {}}),
+        {"manager": "kube-controller-manager", "fieldsV1": {"f:status": {"f:replicas": {}}}},
+    ]
+    store = Store()
+    store.told("Deployment", deployment, False)
+    kept = store.get("Deployment", "ns", "chat")
+    assert kept and [e["manager"] for e in kept["metadata"]["managedFields"]] == ["weir-operator"]
+    assert _owns_replicas(kept) and kept["spec"] == {"replicas": 3}
+    assert len(deployment["metadata"]["managedFields"]) == 3, "whoever brought it keeps it whole"
+    pod = obj("p")
+    pod["metadata"]["managedFields"] = [entry("kubelet", **{"f:containers": {}})]
+    store.told("Pod", pod, False)
+    assert "managedFields" not in store.known("Pod")["ns/p"]["metadata"]
 
 
 def test_a_fingerprint_sees_edits_and_not_bookkeeping() -> None:

@@ -120,6 +120,31 @@ async def test_an_error_that_may_pass_does_not_freeze_the_status(bench: Bench, m
     assert bench.ready()["reason"] == "Starting"
 
 
+async def test_a_resource_that_went_unseen_is_forgotten_at_its_first_refused_write(bench: Bench) -> None:
+    """Its deletion fell into a gap of the watches: no pass may go on making children of it."""
+    bench.store.put(names.KIND, RAW)
+
+    async def gone(method: str, target: str, *, body: Any, **_: Any) -> Any:
+        if target.endswith("/status"):
+            raise ApiError(404, "NotFound", "chat not found")
+        return {**body, "metadata": {"uid": "x", "resourceVersion": "1", **body["metadata"]}}
+
+    bench.api.request = gone
+    await bench.reconciler("ns/chat")
+    assert bench.store.resources() == [] and not bench.reconciler._applied
+    newer = {**RAW, "metadata": {**RAW["metadata"], "uid": "made-anew"}}
+    bench.store.put(names.KIND, RAW)
+
+    async def made_anew(method: str, target: str, **rest: Any) -> Any:
+        if target.endswith("/status"):
+            bench.store.put(names.KIND, newer)
+        return await gone(method, target, **rest)
+
+    bench.api.request = made_anew
+    await bench.reconciler("ns/chat")
+    assert bench.store.resources() == [newer]
+
+
 async def test_reports_are_of_one_resource_and_of_one_time_as_leader(bench: Bench) -> None:
     bench.store.put(names.KIND, RAW)
     bench.reconciler.reports["ns/chat", "another uid"] = TuningReport({"mode": "old"}, 0, 0)

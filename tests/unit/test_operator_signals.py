@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weir_operator.api.conditions import CATALOGUE
 from weir_operator.io import logs, metrics
 from weir_operator.io.kube import APPLY, MERGE, Unreachable, path
+from weir_operator.loops import tuner
 from weir_operator.loops.events import BURST, REFILL_SECONDS, REPEAT_SECONDS, Recorder
 from weir_operator.loops.steering import Pod
 from weir_operator.loops.store import Store
@@ -83,20 +84,24 @@ def test_exported_conditions_are_in_the_catalogue_of_conditions() -> None:
     assert set(metrics.CONDITIONS) <= set(CATALOGUE)
 
 
-def test_the_last_reading_is_the_oldest_of_the_ready_pods_and_goes_with_them() -> None:
+def test_the_last_reading_is_the_oldest_of_the_ready_pods_and_goes_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     def pod(*polls: tuple[float, bool]) -> Pod:
         return Pod(polls=deque(Poll(at, FakeServer("h", 1, "t").window() if good else None) for at, good in polls))
 
     def said() -> float | None:
         return REGISTRY.get_sample_value("weir_tuner_last_reading_timestamp_seconds", {"namespace": "ns", "name": "chat"})
 
-    _show_reading("ns/chat", [pod((10, True), (20, True)), pod((10, True), (20, False))])
-    assert said() == 10
-    _show_reading("ns/chat", [pod((30, False), (40, False))])  # never read: since the first attempt
-    assert said() == 30
-    _show_reading("ns/chat", [])
+    monkeypatch.setattr(tuner.time, "time", lambda: 5000.0)  # the polls' clock has another beginning, and never jumps
+    _show_reading("ns/chat", [pod((10, True), (20, True)), pod((10, True), (20, False))], 20)
+    assert said() == 4990
+    _show_reading("ns/chat", [pod((30, False), (40, False))], 40)  # never read: since the first attempt
+    assert said() == 4990
+    monkeypatch.setattr(tuner.time, "time", lambda: 1405.0)  # an hour back
+    _show_reading("ns/chat", [pod((10, True), (45, True))], 50)
+    assert said() == 1400
+    _show_reading("ns/chat", [], 50)
     assert said() is None
-    _show_reading("ns/chat", [])
+    _show_reading("ns/chat", [], 50)
 
 
 def test_a_watchs_news_are_dated() -> None:

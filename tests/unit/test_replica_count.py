@@ -122,7 +122,7 @@ def test_a_growing_deployment_has_a_disruption_budget_from_the_start() -> None:
 
 # ---------------------------------------------------------------- the loop
 
-LEARNED = Learned("llama///", 64, 2.0, 100, 8, 16, 0.01, 8, 10.0, Plant(0.04, 0.003, 1e-6, 0.002, 64), 900.0)
+LEARNED = Learned("llama////", 64, 2.0, 100, 8, 16, 0.01, 8, 10.0, Plant(0.04, 0.003, 1e-6, 0.002, 64), 900.0)
 """A pod of the fake servers' class does 10 rows/s."""
 SAVED = {"state": {"pods": {}, "learned": [asdict(LEARNED)]}}
 

@@ -10,7 +10,7 @@ import pytest
 
 from weir_operator.simulate import plants
 from weir_operator.simulate.load import PART_TOKENS, Arrival
-from weir_operator.simulate.traces import Shape, TraceError, read, with_rate
+from weir_operator.simulate.traces import Shape, TraceError, rates, read, with_rate
 from weir_server.contract import Plant
 
 
@@ -39,9 +39,24 @@ def test_mooncake_names_the_content_of_its_prompts(tmp_path):
              {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [7, 8, 3]}]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     first, second = read(file, Shape())
-    assert (first.at, second.at) == (0.0, 3.0)
+    assert 0.0 <= second.at - first.at <= 3.0
     assert first.tokens()[: 2 * PART_TOKENS] == second.tokens()[: 2 * PART_TOKENS] and len(second.tokens()) == 1200
     assert first.tokens()[2 * PART_TOKENS] != second.tokens()[2 * PART_TOKENS]
+
+
+def test_times_that_are_rounded_are_no_batches(tmp_path):
+    """Thirty rows at each multiple of three seconds: within a gap they lie anywhere, and none leaves its own."""
+    file = tmp_path / "m.jsonl"
+    file.write_text("".join(
+        json.dumps({"timestamp": 3000 * (i // 30), "input_length": i + 1, "output_length": 5}) + "\n" for i in range(120)
+    ))
+    rows = read(file, Shape(), seed=1)
+    zero = 3.0 * 3 - rows[90].at  # the last ones stay at 9 s, and the first row is the start
+    times = [r.at + zero for r in rows]
+    assert times == sorted(times) and len(set(times[:90])) == 90
+    assert [sum(3 * k <= t < 3 * k + 3 for t in times) for k in range(4)] == [30] * 4
+    assert sum(t % 3 < 1.5 for t in times[:90]) == pytest.approx(45, abs=15)
+    assert rows == read(file, Shape(), seed=1) != read(file, Shape(), seed=2)
 
 
 def servegen(tmp_path, family="Gamma", shape=1.0, rate=2.0, scale=0.5):
@@ -61,6 +76,16 @@ def test_servegen_is_a_generator_with_the_rate_and_the_lengths_that_it_states(tm
     assert statistics.fmean(r.prompt for r in rows) == pytest.approx(200, rel=0.05) and {r.output for r in rows} == {8}
     again = servegen(tmp_path, family, shape, scale=scale)
     assert rows == read(again, Shape(), seed=3) != read(again, Shape(), seed=4)
+
+
+def test_the_rates_of_a_pool_are_those_of_its_clients_together(tmp_path):
+    one, two = tmp_path / "a-trace.csv", tmp_path / "b-trace.csv"
+    one.write_text("0,2.0,1,Gamma,1,1\n600,3.0,1,Gamma,1,1\n")
+    two.write_text("0,0.5,1,Gamma,1,1\n")
+    assert rates([one, two]) == [2.5, 3.0]
+    two.write_text("0\n")
+    with pytest.raises(TraceError, match="b-trace"):
+        rates([two])
 
 
 def test_a_rate_stretches_time_and_keeps_the_order():

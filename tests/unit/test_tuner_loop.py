@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import json
 import uuid
+from array import array
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -26,6 +27,7 @@ from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.plan import parse
 from weir_operator.tuner.types import Decision, Move, Outcome, Record, TunerState
+from weir_server.contract import Histogram
 
 EPOCH = 7 * 2**16
 
@@ -177,6 +179,66 @@ async def test_an_operator_that_restarts_goes_on_from_what_it_reads(server: Fake
     assert (server.board.fence.epoch, server.board.fence.seq) == (EPOCH + 1, 1)
     await bench.poll(40.0)
     assert any(h["outcome"] == "Moved" for h in bench.news.reports[-1].status["history"])
+
+
+class Died(BaseException):
+    """The operator's process is gone: nothing may catch it."""
+
+
+@pytest.mark.parametrize("moment", ["before-it-is-sent", "before-the-answer", "before-the-report"])
+async def test_an_operator_that_dies_in_the_midst_of_a_move_is_followed(
+    server: FakeServer, bench: Bench, monkeypatch: pytest.MonkeyPatch, moment: str,
+) -> None:
+    """Whatever the pod got of it, the next one goes on from there: no drift, one writer, a lease on what is in force."""
+    await bench.poll()
+    before = server.board.target.max_batch_size
+    ask, publish, died = bench.client.put_knobs, bench.news.publish, []
+
+    async def dying(endpoint: Endpoint, request: Any) -> Any:
+        if moment == "before-the-answer":
+            await ask(endpoint, request)
+        died.append(request)
+        raise Died
+
+    def gone(subject: Subject, news: TuningReport) -> None:
+        died.append(news)
+        raise Died
+
+    if moment == "before-the-report":
+        monkeypatch.setattr(bench.news, "publish", gone)
+    else:
+        monkeypatch.setattr(bench.client, "put_knobs", dying)
+    bench.law.moves = [{"max_batch_size": 9.0}]
+    await bench.poll(40.0)
+    assert died
+    arrived = moment != "before-it-is-sent"
+    assert server.board.target.max_batch_size == (9 if arrived else before)
+    monkeypatch.setattr(bench.client, "put_knobs", ask)
+    monkeypatch.setattr(bench.news, "publish", publish)
+
+    bench.saved, bench.epoch = json.loads(json.dumps(dict(bench.news.reports[-1].status))), EPOCH + 1
+    bench.fresh()
+    await bench.poll()
+    await bench.poll(40.0)
+    assert server.board.target.max_batch_size == (9 if arrived else before)
+    assert (server.board.fence.epoch, server.board.fence.seq) == (EPOCH + 1, 1)
+    assert bench.news.reports[-1].drift == ""
+    bench.law.moves = [{"max_batch_size": 7.0}]
+    await bench.poll()
+    assert server.board.target.max_batch_size == 7
+
+
+async def test_readings_of_a_pod_hold_in_common_what_did_not_change(server: FakeServer, bench: Bench) -> None:
+    """There are 66 of every pod: 2 GB for a thousand pods if each stood alone."""
+    await bench.poll()
+    server.counters = {"queued": 3, "histograms": {**server.window().histograms, "ttft": Histogram(5, array("q", [3]), 1.0)}}
+    await bench.poll()
+    old, new = (p.window for p in bench.news.rounds[-1].pods["chat-0"].polls)
+    assert new.monotonic > old.monotonic and (old.queued, new.queued) == (0, 3), "each says what it read"
+    assert (old.histograms["ttft"].count, new.histograms["ttft"].count) == (0, 3)
+    for name in ("step", "products", "target", "envelope", "refused", "settled", "instance"):
+        assert getattr(new, name) is getattr(old, name), name
+    assert new.histograms["tpot"] is old.histograms["tpot"]
 
 
 async def test_a_saved_state_of_another_version_is_dropped(bench: Bench) -> None:

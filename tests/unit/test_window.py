@@ -7,6 +7,7 @@ import random
 from dataclasses import fields, replace
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_kit import BOOT, SPEC, FlowPod, Loop, started, with_boot
@@ -178,6 +179,14 @@ def test_prompts_that_scatter_are_no_shift():
     assert shifts <= 2 and mix.errors(found)["prefill"] > 0, "by the two-tick rule alone there were eight"
 
 
+def test_no_mean_over_n_rows_is_surer_than_their_own_scatter_allows():
+    young = replace(seen_mix(), ticks=1, rows=25)
+    assert mix.errors(young)["output"] == pytest.approx(0.1 * young.output)
+    assert mix.errors(replace(young, rows=2500))["prefill"] == pytest.approx(0.01 * young.prefill)
+    wild = replace(young, ticks=10, rows=2500, prefill_variance=young.prefill**2)
+    assert mix.errors(wild)["prefill"] > 0.2 * young.prefill
+
+
 def test_a_tick_with_few_rows_says_little_of_their_lengths():
     many, few = seen_mix(output=64), seen_mix(output=8)
     found, _ = mix.smooth(replace(many, rows=300, ticks=9), few, 3)
@@ -189,10 +198,44 @@ def test_a_tick_with_few_rows_says_little_of_their_lengths():
 def test_a_few_rows_more_or_less_are_no_shift_of_the_rate():
     calm = seen_mix(offered=0.5)
     loud = replace(calm, offered=2.0)
-    found, _ = mix.smooth(replace(calm, ticks=20), loud, 15)
-    assert found.odd_ticks == 0
-    found, _ = mix.smooth(replace(calm, ticks=20), loud, 60)
-    assert found.odd_ticks == 1
+    found, _ = mix.smooth(replace(calm, ticks=20), loud, mix.MIN_RATE_ROWS - 1)
+    assert found.odd_rate == 0
+    found, _ = mix.smooth(replace(calm, ticks=20), loud, mix.MIN_RATE_ROWS)
+    assert found.odd_rate == 1
+
+
+def rated(rates, before: float = 1.0):
+    """The smoothed mixes after ticks of these rates, the first after many at `before`."""
+    found = [replace(seen_mix(), offered=before, quantiles=(before,), ticks=20, rows=800, rate_ticks=20)]
+    for rate in rates:
+        after, shifted = mix.smooth(found[-1], replace(seen_mix(), offered=rate, quantiles=(rate,)), 40)
+        assert not shifted, "another rate is no other workload"
+        found.append(after)
+    return found
+
+
+def test_a_rate_that_stays_elsewhere_for_two_ticks_is_taken_at_once_and_lengths_are_kept():
+    once, twice = rated([3.0, 3.0])[1:]
+    assert once.offered < 1.5 and twice.offered == 3.0 and twice.rate_ticks == 1
+    assert twice.ticks == 22 and twice.rows > 300
+
+
+def test_another_rate_with_other_lengths_is_another_workload_however_ρ_scatters():
+    """From documents, a few with very different lengths in a tick, back to chat, ten times as many rows."""
+    scattered = replace(seen_mix(prompt=2000), offered=0.3, ticks=20, rows=80, rate_ticks=20, prefill_variance=1e4)
+    chat = replace(seen_mix(prompt=64), offered=3.0)
+    once, shifted = mix.smooth(scattered, chat, 90)
+    assert not shifted
+    twice, shifted = mix.smooth(once, chat, 90)
+    assert shifted and twice.prefill == chat.prefill and twice.ticks == 1
+
+
+def test_a_rate_that_goes_to_and_fro_within_a_few_ticks_is_scatter_and_one_that_stays_is_a_shift_again():
+    to_and_fro = rated([3.0, 3.0, 1.0, 1.0] * 5)
+    jumps = [b.rate_ticks == 1 for b in to_and_fro[1:]]
+    assert sum(jumps) == 1 and all(1.3 < m.offered < 2.7 for m in to_and_fro[-4:])
+    lasting = rated([3.0] * 12 + [1.0] * 2)
+    assert lasting[-3].offered == pytest.approx(3.0, rel=0.01) and lasting[-1].offered == 1.0
 
 
 def test_bursts_spread_the_rate_over_quantiles_and_a_steady_flow_does_not():

@@ -1,12 +1,14 @@
 """The queue of keys: de-duplicated, never two passes of one key at once, failures later, others undisturbed."""
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 from fake_server import until
 
 from weir_operator.loops import queue as module
+from weir_operator.loops.pace import BURST, REFILL_SECONDS, Pace
 from weir_operator.loops.queue import Retry, WorkQueue
 
 
@@ -21,10 +23,11 @@ class Work:
         self.now: set[str] = set()
         self.clashes = 0
         self.failures: dict[str, int] = {}
+        self.rest = 0.0
         self.gate = asyncio.Event()
         self.gate.set()
 
-    async def __call__(self, key: str) -> None:
+    async def __call__(self, key: str) -> float:
         self.clashes += key in self.now
         self.now.add(key)
         try:
@@ -33,6 +36,7 @@ class Work:
             if self.failures.get(key, 0) > 0:
                 self.failures[key] -= 1
                 raise Retry("not yet")
+            return self.rest
         finally:
             self.now.discard(key)
 
@@ -95,10 +99,11 @@ async def test_more_keys_than_workers_are_all_served(running: Any) -> None:
 async def test_an_error_in_a_pass_does_not_end_the_queue() -> None:
     seen = []
 
-    async def work(key: str) -> None:
+    async def work(key: str) -> float:
         seen.append(key)
         if len(seen) == 1:
             raise RuntimeError("a fault of ours")
+        return 0.0
 
     queue = WorkQueue(work)
     task = asyncio.create_task(queue.run())
@@ -106,3 +111,39 @@ async def test_an_error_in_a_pass_does_not_end_the_queue() -> None:
     await until(lambda: len(seen) == 2)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("during", [False, True])
+async def test_a_key_that_asked_for_rest_gets_it_and_its_news_are_not_lost(running: Any, during: bool) -> None:
+    work, queue = running
+    work.rest = 0.4
+    if during:
+        work.gate.clear()
+    queue.add("a", 0)
+    await until(lambda: "a" in queue._running or work.passes)
+    queue.add("a", 0)
+    work.gate.set()
+    await until(lambda: work.passes == ["a"])
+    began = time.monotonic()
+    if not during:
+        queue.add("a", 0)
+    queue.add("b", 0)
+    await until(lambda: work.passes == ["a", "b"])
+    await until(lambda: work.passes == ["a", "b", "a"])
+    assert time.monotonic() - began > 0.3
+
+
+def test_a_resource_rests_once_it_was_written_to_again_and_again() -> None:
+    now = [0.0]
+    pace = Pace(lambda: now[0])
+    for _ in range(int(BURST)):
+        pace.wrote("a")
+        assert pace.rest("a") <= REFILL_SECONDS
+    pace.wrote("a")
+    assert pace.rest("a") > REFILL_SECONDS
+    assert pace.rest("a") == 0, "a pass that wrote nothing needs no rest"
+    pace.wrote("b")
+    assert pace.rest("b") == 0, "each has its own"
+    now[0] += 10 * REFILL_SECONDS
+    pace.wrote("a")
+    assert pace.rest("a") == 0

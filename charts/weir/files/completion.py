@@ -1,5 +1,6 @@
 """Ask the server at URL for one completion until it comes: `completion.py URL SECONDS`. Exit status 0 once it did."""
 
+import http.client
 import json
 import sys
 import time
@@ -21,7 +22,7 @@ while time.monotonic() < deadline:
         last = f"an empty completion: {found}"
     except urllib.error.HTTPError as e:
         last = f"status {e.code}: {e.read(300).decode(errors='replace')}"
-    except (OSError, ValueError, KeyError, IndexError) as e:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, IndexError) as e:
         last = f"{type(e).__name__}: {e}"
     time.sleep(1)
 print(f"no completion from {url} within {seconds:g} s; last: {last}", file=sys.stderr)

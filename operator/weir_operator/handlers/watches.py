@@ -51,10 +51,15 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-def _registry(store: Store, queue: WorkQueue, login: Any) -> kopf.OperatorRegistry:
-    """Handlers that hand each event over to the event loop that this is called in."""
+def _registry(store: Store, queue: WorkQueue, login: Any, missed: Callable[[], None]) -> kopf.OperatorRegistry:
+    """Handlers that hand each event over to the event loop that this is called in.
+
+    A watch that is too old to go on (410 Gone) begins with a list again, by itself and without a word: an object that is listed
+    a second time tells of it.
+    """
     registry, ours = kopf.OperatorRegistry(), asyncio.get_running_loop()
     kopf.on.login(registry=registry)(login)
+    listed: dict[str, set[str]] = {}
 
     def watcher(kind: str) -> Callable[..., Any]:
         def told(obj: Any, deleted: bool) -> None:
@@ -65,7 +70,13 @@ def _registry(store: Store, queue: WorkQueue, login: Any) -> kopf.OperatorRegist
                 queue.add(key)
 
         async def seen(event: Any, **_: Any) -> None:
-            ours.call_soon_threadsafe(told, event["object"], event["type"] == "DELETED")
+            obj, of_kind = event["object"], listed.setdefault(kind, set())
+            ours.call_soon_threadsafe(told, obj, event["type"] == "DELETED")
+            if event["type"] is None:
+                if obj["metadata"]["uid"] in of_kind:
+                    of_kind.clear()
+                    ours.call_soon_threadsafe(missed)
+                of_kind.add(obj["metadata"]["uid"])
 
         return seen
 
@@ -97,17 +108,18 @@ async def watch(
     namespaces: Sequence[str], missed: Callable[[], None], stop: asyncio.Event,
 ) -> None:
     """Feed the store and the queue until `stop` is set. `served` says whether the API server serves our definition;
-    `missed` is called when the watches begin again: what was deleted meanwhile, only a list can tell."""
+    `missed` is called when a watch begins again: what was deleted meanwhile, only a list can tell."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
-    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)  # it warns that signals are not its own
-    registry, begun = _registry(store, queue, _login(connection)), False
+    for of_its_end in ("running", "orchestration"):  # we tell of it, in one line
+        logging.getLogger(f"kopf._core.reactor.{of_its_end}").setLevel(logging.CRITICAL)
+    begun = False
     while not stop.is_set():
         try:
             if await served():
                 if begun:
                     missed()
                 begun = True
-                await _until(stop, registry, namespaces)
+                await _until(stop, _registry(store, queue, _login(connection), missed), namespaces)
         except (ApiError, Unreachable) as e:
             log.warning("the watches do not begin yet: %s", e)
         except Exception as e:  # whatever ended kopf: what it should have told shows as lag, and then as bad health

@@ -151,9 +151,10 @@ class Resync:
 
     async def run(self) -> None:
         while True:
+            gap = self._again.is_set()
             self._again.clear()
             try:
-                await self._reconciler.refresh(self._namespaces)
+                await self._reconciler.refresh(self._namespaces, gap)
                 self.wrong = None
                 self._listed.set()
             except (ApiError, Unreachable) as e:

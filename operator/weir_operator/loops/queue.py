@@ -1,6 +1,7 @@
 """Keys that wait for a pass: each at most once, never two passes of one key at a time, failures with growing delays.
 
-Bound: a key that fails again and again is tried after 1, 2, 4 … 60 s, with jitter; any event tries it at once.
+Bound: a key that fails again and again is tried after 1, 2, 4 … 60 s, with jitter; any event tries it at once. A key whose pass
+asked for rest gets it, whatever comes in meanwhile.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ class Retry(Exception):
 
 
 class WorkQueue:
-    def __init__(self, work: Callable[[str], Awaitable[None]], workers: int = WORKERS) -> None:
+    """`work` makes a pass over a key, and returns for how many seconds the key shall rest after it."""
+
+    def __init__(self, work: Callable[[str], Awaitable[float]], workers: int = WORKERS) -> None:
         self._work, self._workers = work, workers
         self._due: dict[str, float] = {}
         self._running: set[str] = set()
         self._failures: dict[str, int] = {}
+        self._rests: dict[str, float] = {}  # key → until when
         self._wake = asyncio.Event()
 
     def add(self, key: str, delay: float = SETTLE_SECONDS) -> None:
         """Have `key` passed over in `delay` seconds, or earlier if it was already due earlier."""
-        due = time.monotonic() + delay
+        due = max(time.monotonic() + delay, self._rests.get(key, 0.0))
         self._due[key] = min(due, self._due.get(key, due))
         self._wake.set()
         QUEUED_KEYS.set(len(self._due))
@@ -48,6 +52,7 @@ class WorkQueue:
                 ready = [k for k, due in self._due.items() if due <= now and k not in self._running]
                 for key in ready[: self._workers - len(self._running)]:
                     del self._due[key]
+                    self._rests.pop(key, None)
                     self._running.add(key)
                     group.create_task(self._one(key))
                 waiting = [due - now for key, due in self._due.items() if key not in self._running]
@@ -61,8 +66,12 @@ class WorkQueue:
     async def _one(self, key: str) -> None:
         try:
             with RECONCILE_SECONDS.time():
-                await self._work(key)
+                rest = await self._work(key)
             self._failures.pop(key, None)
+            if rest > 0:
+                self._rests[key] = time.monotonic() + rest
+                if key in self._due:  # an event came during the pass
+                    self._due[key] = max(self._due[key], self._rests[key])
             RECONCILES.labels("ok").inc()
         except Exception as e:
             count = self._failures[key] = self._failures.get(key, 0) + 1

@@ -21,6 +21,7 @@ from weir_operator.io.apply import NotLeader, Writer, utc_now
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
 from weir_operator.loops.events import Recorder
+from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
 from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
@@ -95,26 +96,29 @@ class Reconciler:
     kinds: frozenset[str] = frozenset()
     _applied: dict[Where, Applied] = field(default_factory=dict)
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
+    pace: Pace = field(default_factory=Pace)
     events: Recorder = field(init=False)
 
     def __post_init__(self) -> None:
         self.events = Recorder(self.writer)
 
-    async def __call__(self, key: str) -> None:
-        """One pass. The status is written whatever came of it. Raises Retry where it has to be tried again."""
+    async def __call__(self, key: str) -> float:
+        """One pass; returns for how many seconds the resource shall rest. The status is written whatever came of it. Raises
+        Retry where it has to be tried again."""
         if not self.writer.may_write():
-            return  # whoever takes over passes over everything
+            return 0.0  # whoever takes over passes over everything
         namespace, name = key.split("/", 1)
         raw = self.store.get(names.KIND, namespace, name)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             self._forget(namespace, name)
-            return
+            return 0.0
         try:
             await self._pass(key, raw)
         except NotLeader:
-            return
+            pass
         except Unreachable as e:
             raise Retry(str(e)) from None
+        return self.pace.rest(key)
 
     async def _pass(self, key: str, raw: Object) -> None:
         try:
@@ -167,6 +171,7 @@ class Reconciler:
                 if kind not in KEPT and (kind, live["metadata"]["name"]) not in keep and owned_by(live, meta.uid):
                     await self.writer.delete(kind, live)
                     self.store.drop(kind, live)
+                    self.pace.wrote(key_of(meta.namespace, meta.name))
 
     async def _find(self, resource: InferenceDeployment, where: Where, absent: set[Where]) -> Object | None:
         """A child as it is: what the watches told, else what the API server says. `absent` spares asking twice in a pass.
@@ -208,6 +213,7 @@ class Reconciler:
                 self.store.drop(kind, live)
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise
+        self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))
         self.store.put(kind, left)
         self._applied[where] = Applied(wanted, fingerprint(left, counted))
 
@@ -218,12 +224,17 @@ class Reconciler:
             return
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
+            self.pace.wrote(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
             if rows := _grown(raw.get("status") or {}, status):
                 self.events.tell(raw, "EnvelopeGrown", f"pods are restarted one by one with a batch of at most {rows} rows")
             for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
-            if e.status == 404:
+            if e.status == 404:  # it is gone, whatever the watches have told
+                namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
+                if self.store.get(names.KIND, namespace, name) is raw:
+                    self.store.drop(names.KIND, raw)
+                    self._forget(namespace, name)
                 return
             if e.status == 409:
                 fresh = await self.kube.get(names.KIND, raw["metadata"]["namespace"], raw["metadata"]["name"])
@@ -234,6 +245,7 @@ class Reconciler:
     def _forget(self, namespace: str, name: str) -> None:
         key = key_of(namespace, name)
         self._failing.pop(key, None)
+        self.pace.forget(key)
         for known in [k for k in self.reports if k[0] == key]:
             del self.reports[known]
         for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name]:
@@ -249,8 +261,9 @@ class Reconciler:
                 del self._applied[where]
         return bool(changed)
 
-    async def refresh(self, namespaces: tuple[str, ...]) -> None:
-        """List everything anew, and write the token Secrets once more: what no watch has told comes to light here."""
+    async def refresh(self, namespaces: tuple[str, ...], gap: bool = False) -> None:
+        """List everything anew, and write the token Secrets once more: what no watch has told comes to light here. `gap`:
+        because watches began anew, and what went before that they will not tell."""
         await self.discover()
         for kind in (*WATCHED, *sorted(self.kinds)):
             selector = None if kind == names.KIND else names.MANAGED_SELECTOR
@@ -262,7 +275,7 @@ class Reconciler:
                     raise
                 log.warning("%s is not listed: %s", kind, e)  # it went a moment ago, or the operator has no right to it
                 continue
-            self.store.replace(kind, listed, before, watched=kind in WATCHED)
+            self.store.replace(kind, listed, before, kind in WATCHED, gap)
         for where in [w for w in self._applied if w[0] == "Secret"]:
             del self._applied[where]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from weir_operator.api.types import InferenceDeployment
@@ -90,6 +90,21 @@ class Steering:
         return cls(state, [dict(h) for h in saved.get("history", ())], Count.resumed(saved))
 
 
+def in_common(new: Window, old: Window | None) -> Window:
+    """The same reading, holding in common with the one before what has not changed: of a quiet pod that is all but its clock,
+    and HISTORY_SECONDS of readings are kept of every pod."""
+    if old is None:
+        return new
+    same: dict[str, Any] = {}
+    for f in fields(new):
+        now, before = getattr(new, f.name), getattr(old, f.name)
+        if type(now) is type(before) and now == before:
+            same[f.name] = before
+        elif f.name in ("histograms", "settled"):
+            same[f.name] = {name: before[name] if h == before[name] else h for name, h in now.items()}
+    return replace(new, **same)
+
+
 async def poll(client: ControlClient, endpoint: Endpoint, pod: Pod, now: float) -> None:
     """Read one pod's window, and its state where it is not known or another process answers."""
     pod.silent, pod.drift, window = "", "", None
@@ -105,6 +120,8 @@ async def poll(client: ControlClient, endpoint: Endpoint, pod: Pod, now: float) 
         pod.silent, pod.other_contract, pod.control = str(e), True, None
     except Silent as e:
         pod.silent = str(e)
+    if window is not None:
+        window = in_common(window, next((p.window for p in reversed(pod.polls) if p.window), None))
     pod.polls.append(Poll(now, window))
     while pod.polls[0].at < now - HISTORY_SECONDS:
         pod.polls.popleft()

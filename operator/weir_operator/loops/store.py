@@ -36,6 +36,20 @@ def owned_by(obj: Object, uid: str) -> bool:
     return any(ref.get("uid") == uid for ref in obj["metadata"].get("ownerReferences") or ())
 
 
+def lean(obj: Object) -> Object:
+    """Without the record of who set which field, half of an object's memory: who set a Deployment's number of pods is all that
+    anybody here asks."""
+    meta = obj["metadata"]
+    if "managedFields" not in meta:
+        return obj
+    kept = [
+        {"manager": entry["manager"], "fieldsV1": {"f:spec": {"f:replicas": {}}}} for entry in meta["managedFields"] or ()
+        if "f:replicas" in entry.get("fieldsV1", {}).get("f:spec", {})
+    ]
+    rest = {k: v for k, v in meta.items() if k != "managedFields"}
+    return {**obj, "metadata": {**rest, "managedFields": kept} if kept else rest}
+
+
 class Store:
     """Objects by kind and namespace/name, and by kind and owner."""
 
@@ -55,19 +69,21 @@ class Store:
         """Seconds for which a watch owes the news that a list brought; 0 where none does."""
         return time.monotonic() - min(self._untold.values()) if self._untold else 0.0
 
-    def put(self, kind: str, obj: Object) -> None:
-        """Keep an object, unless a newer version of it is known."""
+    def put(self, kind: str, obj: Object) -> bool:
+        """Keep an object, unless a newer version of it is known. Returns whether it is kept."""
+        obj = lean(obj)
         meta = obj["metadata"]
         known = self._objects.setdefault(kind, {})
         key = key_of(meta["namespace"], meta["name"])
         old = known.get(key)
         if old and old["metadata"]["uid"] == meta["uid"] and _older(meta, old["metadata"]):
-            return
+            return False
         known[key] = obj
         if old is not None and owner_key(old) != owner_key(obj):
             self._disown(kind, old, key)
         if owner := owner_key(obj):
             self._owned.setdefault((kind, owner), set()).add(key)
+        return True
 
     def drop(self, kind: str, obj: Object) -> None:
         key = key_of(obj["metadata"]["namespace"], obj["metadata"]["name"])
@@ -82,9 +98,12 @@ class Store:
     def known(self, kind: str) -> dict[str, Object]:
         return dict(self._objects.get(kind, {}))
 
-    def replace(self, kind: str, listed: Iterable[Object], before: Mapping[str, Object], watched: bool = True) -> None:
+    def replace(
+        self, kind: str, listed: Iterable[Object], before: Mapping[str, Object], watched: bool = True, gap: bool = False,
+    ) -> None:
         """Take a fresh list of a kind as the truth about what was known `before` it was asked for. What watches told
-        meanwhile is newer: it is neither dropped nor brought back."""
+        meanwhile is newer: it is neither dropped nor brought back. After a `gap` a watch does not owe what went: it began
+        anew, and that is not in what it tells."""
         fresh = {key_of(o["metadata"]["namespace"], o["metadata"]["name"]): o for o in listed}
         now = self.known(kind)
         for key in before.keys() - fresh.keys():
@@ -92,11 +111,13 @@ class Store:
                 self.drop(kind, before[key])
                 if watched:
                     self._untold[kind, key] = time.monotonic()
+        if gap:
+            for owed in [o for o in self._untold if o[0] == kind and o[1] not in self._objects.get(kind, {})]:
+                del self._untold[owed]
         for key, obj in fresh.items():
             if key in before and key not in now:
                 continue
-            self.put(kind, obj)
-            if watched and self._objects[kind][key] is obj and _version(obj) != _version(now.get(key)):
+            if self.put(kind, obj) and watched and _version(obj) != _version(now.get(key)):
                 self._untold.setdefault((kind, key), time.monotonic())
 
     def get(self, kind: str, namespace: str, name: str) -> Object | None:

@@ -104,13 +104,13 @@ def _show(key: str, name: str, pod: Pod | None) -> None:
                 KNOB.remove(*labels)
 
 
-def _show_reading(key: str, ready: Sequence[Pod]) -> None:
-    """When the ready pod that was read longest ago was last read; never read, it counts from the first attempt."""
+def _show_reading(key: str, ready: Sequence[Pod], now: float) -> None:
+    """When the ready pod that was read longest ago was last read; never read, it counts from the first attempt. `now` and the
+    polls' times never jump; what is shown goes by the time of day, as those who read it do."""
     labels = key.split("/", 1)
     if ready:
-        READ_AT.labels(*labels).set(min(
-            next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready
-        ))
+        last = min(next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready)
+        READ_AT.labels(*labels).set(time.time() - (now - last))
     else:
         with contextlib.suppress(KeyError):
             READ_AT.remove(*labels)
@@ -155,7 +155,7 @@ class TunerLoop:
         for gone in set(self._steerings) - known:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
-            _show_reading(gone[0], [])
+            _show_reading(gone[0], [], self._clock())
             for gauge in (REPLICAS, LOAD):
                 _show_number(gone[0], gauge, None)
         results = await asyncio.gather(*(self._steer(s) for s in subjects), return_exceptions=True)
@@ -180,7 +180,7 @@ class TunerLoop:
         for name, pod in steering.pods.items():
             POLLS.labels("silent" if pod.silent else "ok").inc()
             _show(subject.key, name, pod)
-        _show_reading(subject.key, [steering.pods[e.name] for e in subject.endpoints if e.ready])
+        _show_reading(subject.key, [steering.pods[e.name] for e in subject.endpoints if e.ready], now)
         views = {name: pod.view(name) for name, pod in steering.pods.items()}
         decision = decide(steering.state, views, spec, now)
         failed = await self._apply(subject, steering, spec, decision, now)

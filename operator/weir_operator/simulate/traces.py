@@ -4,7 +4,9 @@ Formats, told apart by content:
 
 - Azure LLM inference 2023 (CSV `TIMESTAMP,ContextTokens,GeneratedTokens`; CC-BY-4.0, Patel et al., Splitwise, ISCA'24), and
   the same with other heads: `arrived_at,num_prefill_tokens,num_decode_tokens` (Vidur), `timestamp,input_length,output_length`;
-- Mooncake (JSON lines with `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks; Apache-2.0);
+- Mooncake (JSON lines with `timestamp` in ms, `input_length`, `output_length`, `hash_ids` of 512-token blocks; Apache-2.0).
+  Its times are rounded to three seconds: rows of one time are spread over the gap to the next one, by the seed, or a trace
+  that is stretched would consist of batches that nobody has recorded;
 - ServeGen (`NAME-trace.csv` without a head: window start, rate, cv, family, shape, scale, beside `NAME-dataset.json` with the
   lengths; Apache-2.0, arXiv 2505.09999): a generator, so arrivals follow from a seed.
 
@@ -19,10 +21,10 @@ import json
 import math
 import random
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from itertools import accumulate
+from itertools import accumulate, groupby, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,7 @@ def _rows(path: Path, seed: int) -> Iterator[Arrival]:
     with path.open(encoding="utf-8", errors="replace") as file:
         head = file.readline()
     if head.lstrip().startswith("{"):
-        return _json_lines(path)
+        return _spread_out(_json_lines(path), random.Random(seed))
     names = [name.strip() for name in head.rstrip("\n").split(",")]
     for columns, clock in _HEADS.items():
         if set(columns) <= set(names):
@@ -125,6 +127,14 @@ def _json_lines(path: Path) -> Iterator[Arrival]:
                 yield Arrival(line["timestamp"] / 1000.0, int(line["input_length"]), int(line["output_length"]), parts)
             except (ValueError, KeyError, TypeError, AttributeError) as e:
                 raise TraceError(f"{path}:{number}: {type(e).__name__} {e}") from None
+
+
+def _spread_out(rows: Iterable[Arrival], rng: random.Random) -> Iterator[Arrival]:
+    """Rows of one time, anywhere in the gap to the next one; those of the last time stay."""
+    groups = [list(group) for _, group in groupby(sorted(rows, key=lambda row: row.at), key=lambda row: row.at)]
+    for group, after in zip_longest(groups, groups[1:]):
+        gap = after[0].at - group[0].at if after else 0.0
+        yield from sorted((replace(row, at=row.at + gap * rng.random()) for row in group), key=lambda row: row.at)
 
 
 # ---------------------------------------------------------------- ServeGen: a generator
@@ -186,6 +196,20 @@ def _dataset(path: Path) -> list[tuple[float, _Lengths, _Lengths]]:
     if not found:
         raise TraceError(f"{beside}: no window with lengths")
     return sorted(found, key=lambda window: window[0])
+
+
+def rates(paths: Sequence[Path]) -> list[float]:
+    """Rows per second in each window of WINDOW_SECONDS, of several ServeGen clients together. Raises TraceError, OSError."""
+    total: list[float] = []
+    for path in paths:
+        with path.open(encoding="utf-8", newline="") as file:
+            lines = list(csv.reader(file))
+        try:
+            found = [float(line[1]) for line in lines]
+        except (ValueError, IndexError) as e:
+            raise TraceError(f"{path}: {e}") from None
+        total = [a + b for a, b in zip_longest(total, found, fillvalue=0.0)]
+    return total
 
 
 def _current(lengths: Sequence[tuple[float, _Lengths, _Lengths]], at: float) -> tuple[_Lengths, _Lengths]:

@@ -63,11 +63,13 @@ class Case:
 
 @dataclass(frozen=True)
 class Step:
-    """What one call did to one pod. `state` is None for a pod that has never been read."""
+    """What one call did to one pod. `state` is None for a pod that has never been read. `best`: the setting in force is
+    predicted to be the best there is, not just kept for want of evidence."""
 
     state: PodState | None
     move: Move | None = None
     record: Record | None = None
+    best: bool = False
 
 
 @dataclass(frozen=True)

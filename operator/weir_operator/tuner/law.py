@@ -7,24 +7,20 @@ budget moves per settled window; the queue depth may always. docs/tuning-law.md 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from weir_operator.tuner import canary, learn, memory
+from weir_operator.tuner import canary, learn, memory, recall
 from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out, hold, open_case
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.knobs import back_inside, limits
 from weir_operator.tuner.pressure import emergency, pressure, watch, with_ceiling
 from weir_operator.tuner.setpoint import NIL, Choice, Reach, certain, choose
-from weir_operator.tuner.settle import adopt, inside, settle
+from weir_operator.tuner.settle import adopt, settle
 from weir_operator.tuner.types import Canary, Decision, Learned, Outcome, PodState, PodView, Record, TunerSpec, TunerState
-from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather, is_settled, share_good
+from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather, share_good
 
 REVERSAL_GAIN, REVERSAL_TICKS = 1.10, 2
-RECENT = 600.0
-STEADY_TICKS = 3
-"""Ticks of one workload before what suits it is remembered without a verdict."""
 
 
 def decide(state: TunerState, pods: Mapping[str, PodView], spec: TunerSpec, now: float) -> Decision:
@@ -75,7 +71,7 @@ def _together(
         steps[new.pod] = _measured_beside(cases[new.pod], steps[new.pod])
     learned = state.learned
     for name, case in cases.items():
-        if entry := _lesson(case, steps[name]):
+        if entry := recall.lesson(case, steps[name]):
             learned = memory.remember(learned, entry)
     return learned, {**running, **begun}
 
@@ -86,27 +82,6 @@ def _measured_beside(case: Case, step: Step) -> Step:
         return step
     before = share_good(case.peers, case.now - case.spec.tick_seconds, case.now)
     return replace(step, state=replace(step.state, pending=replace(step.state.pending, peers_before=before)))
-
-
-def _lesson(case: Case, step: Step) -> Learned | None:
-    """A setting that is predicted to be the best for traffic that is steady, or that has just come out as predicted."""
-    state, target = step.state, case.last.target
-    if state is None or state.mix is None or case.spec.tpot is None or step.record is None:
-        return None
-    proven = state.verified != case.state.verified and state.trusted
-    settled = step.record.outcome is Outcome.HOLDING and step.record.rule == "set-point" and state.pending is None
-    evidence = gather(case.windows, case.spec.tick_seconds)
-    if not (proven or (settled and state.mix.ticks >= STEADY_TICKS)) or evidence is None:
-        return None
-    pod = learn.model(state, case.windows, evidence.span)
-    if pod is None:
-        return None
-    batch, mix = target.max_batch_size, state.mix
-    known = int(state.verified.get("max_batch_size", 0)) if state.trusted else 0
-    return Learned(
-        case.view.pod_class, mix.output, mix.prefill, mix.context, batch, target.max_queue_depth, target.admission_watermark,
-        known, pod.departures(batch) * pod.in_time(batch, case.spec.tpot), pod.plant, case.now,
-    )
 
 
 def _unread(known: PodState | None, view: PodView, now: float) -> Step:
@@ -131,7 +106,7 @@ def _tick(case: Case) -> Step:
     into_bounds = Change("bounds", "the value in force lies outside the bounds", outside)
     if outside and case.spec.mode == "Auto":
         return carry_out(case, into_bounds)
-    case, knobs = _recalled(case)
+    case, knobs = recall.recalled(case, evidence)
     step = adopt(case) or (carry_out(case, knobs) if knobs else _weigh(case, evidence))
     nothing_else = outside and step.record is not None and not step.record.changes
     return carry_out(replace(case, state=step.state or case.state), into_bounds) if nothing_else else step
@@ -139,28 +114,6 @@ def _tick(case: Case) -> Step:
 
 def _of_class(case: Case) -> list[Learned]:
     return [entry for entry in case.learned if entry.pod_class == case.view.pod_class]
-
-
-def _recalled(case: Case) -> tuple[Case, Change | None]:
-    """What is known of a workload that has just come back, or a start for a pod that nobody has set yet: one look-up each."""
-    state, target, control = case.state, case.last.target, case.view.control
-    if not (state.recall or not state.placed) or case.spec.mode != "Auto" or not is_settled(case.last, case.chunk):
-        return case, None
-    untouched = control is not None and target == control.boot
-    found = memory.nearest(case.learned, case.view.pod_class, state.mix)
-    case = case.with_state(recall=False, placed=True)
-    if found is None or (state.recall and found[1] > memory.SAME) or not (state.recall or untouched):
-        return case, None
-    entry, far = found
-    if state.mix is None and case.now - entry.verified_at < RECENT:
-        far = 0.0  # the pods beside it have just been serving it
-    batch = entry.batch if far <= memory.SAME else max(1, int(memory.CAUTION * entry.batch))
-    knobs = inside(case, {"max_batch_size": batch, "max_queue_depth": entry.depth})
-    if low := [k for k in ("max_queue_depth",) if far > memory.SAME and knobs[k] < getattr(target, k)]:
-        knobs = {k: v for k, v in knobs.items() if k not in low}  # a shallow queue suits the load that it was learned under
-    knobs = {k: v for k, v in knobs.items() if v != getattr(target, k)}
-    reason = "what did best under this workload" if far <= memory.SAME else "what did well on such pods, with some caution"
-    return case, Change("learned", reason, knobs, Shown({"distance": far} if far < math.inf else {})) if knobs else None
 
 
 def _weigh(case: Case, evidence: Evidence) -> Step:
@@ -221,7 +174,8 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
     case, choice, confirming = _turn(case, pod, reach, choice, spec.ttft, spec.tpot)
     inputs = _inputs(pod, choice)
     knobs = _differences(reach, choice)
-    doubtful = choice.gains and "max_batch_size" in knobs and not certain(pod, spec.ttft, spec.tpot, reach, choice)
+    turns = (choice.batch - reach.batch) * case.state.direction < 0
+    doubtful = choice.gains and choice.batch != reach.batch and not certain(pod, spec.ttft, spec.tpot, reach, choice, turns)
     if doubtful:  # the queue alone may be worth a move
         choice = choose(pod, spec.ttft, spec.tpot, reach.held())
         inputs, knobs = _inputs(pod, choice), _differences(reach, choice)
@@ -230,7 +184,8 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
             reason = "the batch is wanted the other way: a second tick must want it too"
             return hold(case, Outcome.CONFIRMING, reason, "set-point", Shown(inputs))
         why = "the gain of another batch lies within the error of its prediction" if doubtful else None
-        return hold(case, Outcome.HOLDING, why or _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
+        held = hold(case, Outcome.HOLDING, why or _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
+        return replace(held, best=not doubtful and case.state.pending is None)
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
     reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
     comparable = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since) and span.steady

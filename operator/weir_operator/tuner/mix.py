@@ -1,9 +1,9 @@
 """The traffic, smoothed: what is offered, how long rows are, what prefill and context they bring.
 
 Lengths and ρ are means over rows, of which each tick keeps 0.9: a tick with few rows says little of them. λ is a mean over time
-and keeps 0.8 a tick, plain means at first. What the means no longer describe is a shift: ρ or λ outside 0.6–1.6 times its mean,
-on the same side, for two ticks, ρ also further from it than ticks of this workload scatter: then the means start again from the
-last tick. An idle tick changes nothing.
+and keeps 0.8 a tick, plain means at first. What the means no longer describe is a shift: outside 0.6–1.6 times the mean, on the
+same side, for two ticks, and further from it than single ticks scatter. After one of ρ all means start again from the last
+tick: it is another workload. After one of λ only λ's does, unless the lengths are others too. An idle tick changes nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ KEEP, KEEP_RATE = 0.9, 0.8
 LOW, HIGH = 0.6, 1.6
 SHIFT_TICKS = 2
 MIN_RATE_ROWS = 20  # a tick with fewer rows says too little of λ to call it a shift
+LEFT_LATELY = 3.0  # a shift of λ leaves its square ÷ this as scatter: the way back is another shift after three ticks or so
+OTHER = math.log(2.0)  # in output or context, beside another rate: another workload, however ρ scatters
 SCATTER, SCATTER_TICKS = 2.0, 4  # standard deviations of single ticks; from so many ticks on they are known
+ROWS_SCATTER = 0.5  # standard deviation ÷ mean of single rows' lengths, at least: recorded traffic has 0.8 to 1.3
 OVERDISPERSED = 1.6  # variance ÷ mean of arrivals per poll; Poisson has 1
 MIN_BINS = 12
 QUANTILES = 6
@@ -50,25 +53,52 @@ def smooth(mix: Mix | None, seen: Mix | None, rows: float, learned: Sequence[Lea
     workload that is known."""
     if seen is None or mix is None:
         return (replace(seen, rows=rows) if seen else mix), False
-    side = _side(seen.prefill, mix.prefill) if _beyond_scatter(seen, mix) else 0
-    side = side or (_side(seen.offered, mix.offered) if rows >= MIN_RATE_ROWS else 0)
-    odd = side * (abs(mix.odd_ticks) + 1 if side * mix.odd_ticks > 0 else 1) if side else 0
-    if abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
+    odd = _in_a_row(mix.odd_ticks, _side(seen.prefill, mix.prefill) if _beyond_scatter(seen, mix) else 0)
+    odd_rate = _odd_rate(mix, seen, rows)
+    other = abs(odd_rate) >= SHIFT_TICKS and _other_rows(seen, mix)
+    if other or abs(odd) >= SHIFT_TICKS or (odd and _recognised(seen, mix, learned)):
         return replace(seen, rows=rows), True
     ticks, kept = mix.ticks + 1, KEEP * mix.rows
-    new, late = rows / (kept + rows) if rows > 0 else 0.0, max(1.0 - KEEP_RATE, 1.0 / ticks)
+    new = rows / (kept + rows) if rows > 0 else 0.0
     mean = {k: (1 - new) * getattr(mix, k) + new * getattr(seen, k) for k in ("output", "prefill", "context")}
-    mean["offered"] = (1 - late) * mix.offered + late * seen.offered
     off = {k: (getattr(seen, k) - getattr(mix, k)) ** 2 for k in ("output", "prefill")}
     waiting, odd_square = mix.odd_square, 0.0
     if abs(odd) == 1:  # what may be another workload says nothing of how this one scatters, until it has turned out not to be
         off["prefill"], odd_square = 0.0, off["prefill"]
     off["prefill"] += waiting
     variances = {f"{k}_variance": (1 - new) * (getattr(mix, f"{k}_variance") + new * square) for k, square in off.items()}
-    return replace(
-        mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, odd_square=odd_square, quantiles=(mean["offered"],),
-        **mean, **variances,
-    ), False
+    mix = replace(mix, ticks=ticks, rows=kept + rows, odd_ticks=odd, odd_square=odd_square, **mean, **variances)
+    return _smooth_rate(mix, seen, odd_rate), False
+
+
+def _other_rows(seen: Mix, mix: Mix) -> bool:
+    """Whether rows are twice or half as long, which means over a tick's rows hardly are by chance; ρ, a ratio, is."""
+    pairs = ((seen.output, mix.output), (seen.context, mix.context))
+    return any(abs(math.log((a + 1.0) / (b + 1.0))) > OTHER for a, b in pairs)
+
+
+def _odd_rate(mix: Mix, seen: Mix, rows: float) -> int:
+    beyond = rows >= MIN_RATE_ROWS and abs(seen.offered - mix.offered) > SCATTER * math.sqrt(mix.offered_variance)
+    return _in_a_row(mix.odd_rate, _side(seen.offered, mix.offered) if beyond else 0)
+
+
+def _smooth_rate(mix: Mix, seen: Mix, odd: int) -> Mix:
+    """λ for itself: another rate is no other workload. One that comes in bursts, or to and fro within a few ticks, is left to
+    the quantiles: a level that was left lately is within the scatter."""
+    off = abs(seen.offered - mix.offered)
+    if abs(odd) >= SHIFT_TICKS:
+        known = max(mix.offered_variance, off**2 / LEFT_LATELY)
+        return replace(mix, offered=seen.offered, quantiles=(seen.offered,), offered_variance=known, odd_rate=0, rate_ticks=1)
+    ticks = mix.rate_ticks + 1
+    late = max(1.0 - KEEP_RATE, 1.0 / ticks)
+    mean = (1 - late) * mix.offered + late * seen.offered
+    variance = mix.offered_variance if odd else KEEP * mix.offered_variance + (1 - KEEP) * off**2
+    return replace(mix, offered=mean, quantiles=(mean,), offered_variance=variance, odd_rate=odd, rate_ticks=ticks)
+
+
+def _in_a_row(before: int, side: int) -> int:
+    """Ticks in a row on one side, signed by it."""
+    return side * (abs(before) + 1 if side * before > 0 else 1)
 
 
 def _beyond_scatter(seen: Mix, mix: Mix) -> bool:
@@ -83,10 +113,13 @@ def _recognised(seen: Mix, mix: Mix, learned: Sequence[Learned]) -> bool:
 
 
 def errors(mix: Mix) -> dict[str, float]:
-    """Standard errors of the smoothed means, from how single ticks scatter about them."""
+    """Standard errors of the smoothed means, from how single ticks scatter about them; in the first ticks that is not known
+    yet, and no mean over n rows is surer than their own scatter ÷ √n."""
     share = max(1.0 - KEEP, 1.0 / mix.ticks)
     share /= 2.0 - share
-    return {"output": math.sqrt(mix.output_variance * share), "prefill": math.sqrt(mix.prefill_variance * share)}
+    least = ROWS_SCATTER / math.sqrt(mix.rows) if mix.rows else 0.0
+    scatter = {"output": mix.output_variance, "prefill": mix.prefill_variance}
+    return {name: max(math.sqrt(square * share), least * getattr(mix, name)) for name, square in scatter.items()}
 
 
 def _side(value: float, mean: float) -> int:

@@ -19,7 +19,6 @@ PRIOR_STEPS = 4.0
 """How many real steps each made-up one weighs."""
 PRIOR_POINTS = ((1, 0, 0.0), (8, 0, 0.0), (8, 4096, 0.0), (1, 0, 1.0), (8, 1024, 1.0))
 """(rows, context tokens, share of the prefill tokens of a step): the steps that a server times at boot."""
-_COLUMNS = ("one", "n", "c", "p")
 
 
 def forget(sums: Mapping[str, float], fresh: Mapping[str, float]) -> dict[str, float]:

@@ -1,11 +1,11 @@
 """Rule 3: the batch and the queue depth with the highest predicted goodput.
 
-Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 2B and at every useful depth up to 2Q, all inside the limits; a move
+Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 4B and at every useful depth up to 2Q, all inside the limits; a move
 must be predicted to gain ≥ 2 % and to beat the error of its own prediction (`certain`), so on a steady plant with an exact fit
 goodput never falls and no setting comes twice. Where nothing in reach gains so much, the whole range is looked at, and a
-better setting beyond is walked towards: one doubling or halving at a time, or small gains on the way would be taken for the
-top. Where nothing anywhere yields 5 % of what is offered, predictions differ by noise only: the depth alone may move. Ties
-within 1 % go to the least change.
+better setting beyond is walked towards, a leap or a halving at a time, or small gains on the way would be taken for the top.
+Where nothing anywhere yields 5 % of what is offered, predictions differ by noise only: the depth alone may move. Ties within
+1 % go to the present setting, else to the one that stands more load, else to the least change.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from weir_operator.tuner.mix import errors
 
 GAIN = 1.02
 SMALL_GAIN = 1.04
-"""Under this a gain must be twice the standard error of its own prediction, above it as large."""
+"""Under this, or where the batch turns round, a gain must be twice the standard error of its own prediction; else as large."""
 NIL = 0.05  # of λ
 HOPELESS = 0.001  # of λ
 TIE = 0.99
+SURGE = 1.5  # × λ: where settings are as good now, what the next minutes may bring decides
+LEAP = 4  # × B: how far a raise may go at once
 MOST_CANDIDATES = 17
 PREFILL_SHARE = 0.8
 """Most of a step's prefill tokens that the decoding rows' own demand may take; above, the first token waits without end."""
@@ -58,7 +60,7 @@ class Choice:
         return (self.batch, self.depth) == (reach.batch, reach.depth)
 
 
-def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice) -> bool:
+def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice, turns: bool = False) -> bool:
     """Whether the predicted gain is more than the error of its prediction. The error comes from ρ and O, whose ticks scatter
     about their means, and from the finite number of times per token in z. Cost: eight evaluations, only before a move of B."""
     old, new = (reach.batch, reach.depth), (choice.batch, choice.depth)
@@ -75,7 +77,7 @@ def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice
             variance += ((up - down) / 2) ** 2
     apart = abs(model.in_time(new[0], tpot) - model.in_time(old[0], tpot))
     variance += model.mix.offered**2 * apart * (1 - apart) / max(1.0, sum(model.spread.values()))
-    needed = 2.0 if choice.goodput < SMALL_GAIN * choice.present else 1.0
+    needed = 2.0 if turns or choice.goodput < SMALL_GAIN * choice.present else 1.0
     return choice.goodput - choice.present >= needed * math.sqrt(variance)
 
 
@@ -103,7 +105,7 @@ def _farther(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
 
 
 def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
-    """One doubling or halving of the batch, one doubling of the depth. Where that step itself would lose, a cut goes all the
+    """One leap or halving of the batch, one doubling of the depth. Where that step itself would lose, a cut goes all the
     way at once (a valley lies between: a large batch is good while few slots are used), and a raise does not start."""
     low, high = _near(reach)
     batch, depth = min(max(far.batch, low), high), min(far.depth, max(reach.depth_limits[0], 2 * max(1, reach.depth)))
@@ -115,7 +117,7 @@ def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Re
 
 def _near(reach: Reach) -> tuple[int, int]:
     b = reach.batch
-    low, high = (b - 1, b + 1) if reach.one_step else (math.ceil(b / 2), 2 * b)
+    low, high = (b - 1, b + 1) if reach.one_step else (math.ceil(b / 2), LEAP * b)
     return max(low, reach.batch_limits[0]), min(high, reach.batch_limits[1])
 
 
@@ -152,7 +154,24 @@ def _best(
         return Choice(reach.batch, reach.depth, present, present)
     enough = GAIN * present if best >= GAIN * present else 0.0  # a tie must not make of a gain none
     near = [f for f in found if f[0] >= max(tie * best, min(best, enough))]
-    goodput, batch, depth = min(near, key=lambda f: (_distance(f[1], reach.batch), _distance(f[2], reach.depth), -f[0]))
+    if (present, reach.batch, reach.depth) in near:
+        return Choice(reach.batch, reach.depth, present, present)
+    return _readiest(model, ttft, tpot, reach, near, present)
+
+
+def _readiest(
+    model: Model, ttft: float, tpot: float, reach: Reach, near: list[tuple[float, int, int]], present: float
+) -> Choice:
+    """Of settings that are as good, the one that does best when half as much again is offered; of those, the least change."""
+    more = replace(model.mix, quantiles=tuple(SURGE * rate for rate in model.mix.quantiles))
+    surge = Model(model.plant, more, model.spread, model.prefill, model.kv_rows)
+    deepest = {batch: max(q for _, b, q in near if b == batch) for _, batch, _ in near}
+    then = {batch: goodputs(surge, ttft, tpot, batch, depth) for batch, depth in deepest.items()}
+    ready = max(then[b][q] for _, b, q in near)
+    goodput, batch, depth = min(
+        (f for f in near if then[f[1]][f[2]] >= TIE * ready),
+        key=lambda f: (_distance(f[1], reach.batch), _distance(f[2], reach.depth), -f[0]),
+    )
     return Choice(batch, depth, goodput, present)
 
 

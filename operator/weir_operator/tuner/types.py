@@ -113,7 +113,10 @@ class Mix:
     rows: float = 0.0  # how many are in the means of O, ρ and context
     output_variance: float = 0.0  # of one tick's O and ρ about their means
     prefill_variance: float = 0.0
-    odd_ticks: int = 0  # ticks in a row that lay far from the means, signed by the side
+    offered_variance: float = 0.0  # of one tick's λ about its mean
+    rate_ticks: int = 1  # how many are in the mean of λ
+    odd_rate: int = 0  # ticks in a row whose λ lay far from its mean, signed by the side
+    odd_ticks: int = 0  # ticks in a row whose ρ did
     odd_square: float = 0.0  # of the last such tick's distance in ρ, until it is known whether it was a shift
 
 

@@ -2,8 +2,8 @@
 
 The window that counts is clean: batch, watermark and budget are in force, the queue has shrunk to its depth, no row in it is
 from before the move (unless it is in time all the same), and the rows that were served meanwhile are through. A miss is an
-error over 15 % in the time per token, or in goodput where it is also over two standard errors of a count and the load was the
-same (within 25 %).
+error over 15 % in the time per token, unless more load explains a longer one or less a shorter one; or in goodput where it is
+also over two standard errors of a count and the load was the same (within 25 %).
 """
 
 from __future__ import annotations
@@ -104,7 +104,9 @@ def _compare(
     before = pending.goodput_before * drift if pending.goodput_before is not None else None
     if before is not None and same_load and observed["goodput"] < 0.96 * before - 2 * STANDARD_ERRORS * error:
         return Verdict(Finding.WORSE, f"goodput fell from {before:.2f} to {observed['goodput']:.2f} rows/s", observed)
-    if pending.predicted_interval and abs(observed["interval"] / pending.predicted_interval - 1) > ERROR:
+    if pending.predicted_interval and abs(longer := observed["interval"] / pending.predicted_interval - 1) > ERROR:
+        if not same_load and (longer > 0) == (observed["offered"] > pending.offered):
+            return Verdict(Finding.UNUSED, "the time per token is off as another load explains", observed)
         return Verdict(Finding.MISSED, "the time per token is off by more than 15 %", observed)
     predicted = pending.predicted_goodput
     if predicted is not None and same_load:
