@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import threading
 import urllib.error
 import urllib.request
+from typing import Any
 
 import pytest
 from control_plane_kit import ROOT, Cluster, Operator, acted, child, condition, edit, make_ready, resource, settled, wait
@@ -27,7 +29,7 @@ def owners(cluster: Cluster, namespace: str) -> list[str]:
 
 
 def install(cluster: Cluster) -> None:
-    cluster.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "crds"))
     cluster.kubectl("wait", "--for=condition=Established", f"crd/{CRD}", "--timeout=30s")
 
 
@@ -53,6 +55,29 @@ def test_the_definition_comes_late_goes_and_comes_back(cluster: Cluster, namespa
         install(cluster)
         assert operator.stop() == 0
     assert "Traceback" not in operator.log
+
+
+def test_a_definition_of_a_later_version_is_no_reason_to_give_up_what_serves(cluster: Cluster, namespace: str) -> None:
+    """An upgrade replaces the definition first, a rollback leaves it behind; its defaults are in every object then."""
+    later = json.loads(cluster.kubectl("get", "crd", CRD, "-o", "json").stdout)
+    fields = later["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]["properties"]
+    fields["tuning"]["properties"]["tomorrow"] = {"type": "string", "default": "Off"}
+    operator = Operator(cluster, namespace).start()
+    try:
+        said = json.dumps(without_status(later))
+        cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=said)
+        cluster.apply(resource(), namespace)
+        wait(lambda: cluster.get("infd", "chat", namespace)["spec"]["tuning"].get("tomorrow") == "Off")
+        make_ready(cluster, namespace)
+        wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True")
+    finally:
+        install(cluster)
+    assert operator.stop() == 0
+
+
+def without_status(definition: dict[str, Any]) -> dict[str, Any]:
+    meta = {"name": definition["metadata"]["name"]}
+    return {k: v for k, v in definition.items() if k in ("apiVersion", "kind", "spec")} | {"metadata": meta}
 
 
 def test_an_api_server_that_stands_still_and_comes_back(cluster: Cluster, namespace: str) -> None:

@@ -139,3 +139,12 @@ def test_a_transition_is_a_flip_of_status_and_nothing_else() -> None:
     same = merged([Condition("Ready", False, "CrashLooping", "x")], first, 2, "t2")
     assert same[0]["lastTransitionTime"] == "t1"
     assert merged([Condition("Ready", True, "Serving")], same, 2, "t3")[0]["lastTransitionTime"] == "t3"
+
+
+def test_a_later_versions_field_is_passed_over_where_an_api_server_gave_it():
+    raw = manifest()
+    raw["spec"]["tuning"] = {"tomorrow": "Off"}
+    raw["spec"]["template"] = {"spec": {"nodeSelector": {"of": "somebody"}}}
+    with pytest.raises(SpecError, match=r"spec\.tuning\.tomorrow: unknown field"):
+        parse(raw)
+    assert parse(raw, lenient=True).spec == parse(manifest(template=raw["spec"]["template"])).spec

@@ -120,7 +120,7 @@ class Subjects:
         version, found = raw["metadata"]["resourceVersion"], self._parsed.get(where)
         if found is None or found[0] != version:
             try:
-                found = (version, parse(dict(raw)))
+                found = (version, parse(dict(raw), lenient=True))
             except SpecError:
                 found = (version, None)
             self._parsed[where] = found

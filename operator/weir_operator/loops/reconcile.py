@@ -122,7 +122,7 @@ class Reconciler:
 
     async def _pass(self, key: str, raw: Object) -> None:
         try:
-            resource = parse(_relevant(raw))
+            resource = parse(_relevant(raw), lenient=True)
         except SpecError as e:
             await self._write_status(raw, invalid_status(raw, Condition("Ready", False, "SpecInvalid", str(e)), utc_now()))
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +33,12 @@ class SpecError(ValueError):
     """A manifest that cannot be used; the text is one sentence that names the field."""
 
 
-def parse(raw: Mapping[str, Any]) -> InferenceDeployment:
-    """The typed resource, with what its preset fills in. Raises SpecError."""
+def parse(raw: Mapping[str, Any], lenient: bool = False) -> InferenceDeployment:
+    """The typed resource, with what its preset fills in. Raises SpecError.
+
+    `lenient`: fields that are not known here are passed over. What an API server gives has passed its schema; a field there
+    that is unknown is a later version's, whose definition came first or stayed behind: no reason to give up what serves.
+    """
     known = {k: v for k, v in raw.items() if k in ("apiVersion", "kind", "metadata", "spec", "status")}
     if unknown := sorted(set(raw) - set(known)):
         raise SpecError(f"{unknown[0]}: unknown field")
@@ -41,7 +46,25 @@ def parse(raw: Mapping[str, Any]) -> InferenceDeployment:
         resource = InferenceDeployment.model_validate(known)
         return resource.model_copy(update={"spec": filled(resource.spec)})
     except ValidationError as e:
-        first = e.errors(include_url=False)[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the manifest"
-        text = {"extra_forbidden": "unknown field", "missing": "is required"}.get(first["type"])
-        raise SpecError(f"{where}: {text or first['msg'].removeprefix('Value error, ')}") from None
+        errors = e.errors(include_url=False)
+        later = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
+        if lenient and later:
+            return parse(_without(known, later))
+        where = ".".join(str(part) for part in errors[0]["loc"]) or "the manifest"
+        text = {"extra_forbidden": "unknown field", "missing": "is required"}.get(errors[0]["type"])
+        raise SpecError(f"{where}: {text or errors[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def _without(raw: Mapping[str, Any], fields: Iterable[tuple[int | str, ...]]) -> dict[str, Any]:
+    """A copy that lacks these fields; a place that is none of the document's (a choice between types) is left alone."""
+    out = deepcopy(dict(raw))
+    for *path, name in fields:
+        place: Any = out
+        for part in path:
+            if isinstance(place, list) and isinstance(part, int):
+                place = place[part]
+            else:
+                place = place.get(part) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.pop(name, None)
+    return out
