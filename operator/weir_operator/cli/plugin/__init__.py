@@ -8,10 +8,10 @@ import sys
 
 def main() -> None:
     """Console script `kubectl-infd`; kubectl finds it as `kubectl infd`."""
-    from weir_operator.cli.plugin.commands import app
-
     logging.disable(logging.WARNING)  # the client's own words on a kubeconfig that is not there, beside our one line
     try:
+        from weir_operator.cli.plugin.commands import app  # takes long to import: in here, where a Ctrl-C is caught
+
         app(prog_name="kubectl-infd")
     except KeyboardInterrupt:
         sys.exit(130)
