@@ -28,7 +28,7 @@ async def int8(run: Run) -> Path | None:
 async def peers(run: Run) -> Path | None:
     """Other engines on this machine, behind an HTTP adapter where they have no server: float32, fewer clients."""
     others = [c for system in ("transformers", "openvino-genai") for c in named(system)]
-    return await measure(run, "peers", [*named("weir", "float32"), *others], clients=(1, 8))
+    return await measure(run, "peers", [*named("weir", "float32"), *others], clients=sorted(run.form.each)[:2])
 
 
 async def measure(run: Run, name: str, wanted: Sequence[Contender], clients: Sequence[int] | None = None) -> Path | None:
