@@ -72,8 +72,8 @@ def best(measured: Sequence[Roofs], gemm: float | None = None) -> Roofs:
 
 def gemm_peak(seconds: float = 0.5) -> float:
     """Operations a second of the best product, from a process of its own: torch stays out of the caller."""
-    command = [sys.executable, "-m", "weir_bench.roofs", "--gemm", str(seconds)]
-    return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    command, found_in = [sys.executable, "-m", "weir_bench.roofs", "--gemm", str(seconds)], Path(__file__).resolve().parents[1]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120, cwd=found_in).stdout)
 
 
 def _gemm_peak(seconds: float) -> float:
