@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 RESYNC_SECONDS, RELIST_SECONDS, DISCOVER_SECONDS = 600.0, 5.0, 20.0
 SPREAD = 0.5
 """Of the poll interval: what is left of it is for pods that hang."""
-LAG_SECONDS = 60.0
-"""A watch that has not told by then of what a list showed has stopped."""
+OWED_SECONDS, LAG_SECONDS = 10.0, 60.0
+"""A watch that has not told of what a list showed: by then another list looks whether it owes it; by then it has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 Watch = Callable[[Store, WorkQueue, Callable[[], None], asyncio.Event], Awaitable[None]]
@@ -162,8 +162,18 @@ class Resync:
                 self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
                 log.warning("resync: %s", self.wrong, extra={"event": "resync-failed"})
             enqueue_all(self._reconciler.store, self._queue)
+            await self._rest(time.monotonic() + (RELIST_SECONDS if self.wrong else RESYNC_SECONDS))
+
+    async def _rest(self, until: float) -> None:
+        """Until a list is asked for, or due, or a watch owes news for OWED_SECONDS. What was listed and went before the watch
+        began, no watch can tell: another list shows it, and clears the watch of what it does not owe."""
+        while (left := until - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._again.wait(), RELIST_SECONDS if self.wrong else RESYNC_SECONDS)
+                await asyncio.wait_for(self._again.wait(), min(left, OWED_SECONDS))
+                return
+            if self._reconciler.store.lag() > OWED_SECONDS:
+                self.soon()
+                return
 
     async def discover(self) -> None:
         """Notice the optional kinds' definitions as they come and go."""
