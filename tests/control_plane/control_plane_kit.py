@@ -65,7 +65,7 @@ class Cluster:
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> subprocess.CompletedProcess[str]:
         command = [f"{ASSETS}/kubectl", "--kubeconfig", str(self.kubeconfig), *args]
-        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=180, check=False)
         if check and done.returncode:
             raise AssertionError(f"kubectl {' '.join(args)}: {done.stderr}")
         return done
