@@ -79,7 +79,7 @@ engine-parity: $(VENV)/.dev  ## greedy text of `run -p` is what the server answe
 	$(if $(MODEL),WEIR_PARITY_MODEL='$(MODEL)') $(BIN)/python -m pytest tests/api/test_engine_parity.py
 
 goldens: $(VENV)/.dev  ## make tests/goldens again from transformers (a few minutes)
-	$(BIN)/python tests/goldens/make.py
+	PYTHONPATH=benchmarks $(BIN)/python tests/goldens/make.py
 
 clean:  ## remove the virtual environment and caches
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from weir_server.contract import FULL
+from weir_bench.reference import llama
 from weir_server.exec.interface import RowWork
 from weir_server.exec.runner import load
 from weir_server.link.messages import Boot, Sampling
-from weir_server.model.config import DecoderConfig
 from weir_server.model.files import resolve
-from weir_server.model.loader import Weights, hf_name, load_checkpoint, pieces, shapes
+from weir_server.model.loader import Weights, load_checkpoint
 from weir_server.text.tokenizer import load_tokenizer
 
 HERE = Path(__file__).parent
@@ -41,25 +40,6 @@ def weights_hash(weights: Weights) -> str:
         digest.update(name.encode())
         digest.update(memoryview(weights[name].numpy()).cast("B"))
     return digest.hexdigest()
-
-
-def reference(c: DecoderConfig, weights: Weights) -> Any:
-    """The transformers model with our weights under its names."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=c.hidden, num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim, intermediate_size=c.ffn, vocab_size=c.vocab, max_position_embeddings=c.context,
-        rms_norm_eps=c.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": c.ropes[FULL].theta},
-        tie_word_embeddings=c.tied, attn_implementation="eager",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    own = model.state_dict()
-    for name in shapes(c):
-        theirs = [hf_name(c.traits, piece) for piece in pieces(name)]
-        for part, piece in zip(theirs, weights[name].split([own[p].shape[0] for p in theirs]), strict=True):
-            own[part].copy_(piece)
-    return model
 
 
 def guesses(path: Path, prompts: list[list[int]]) -> list[list[int]]:
@@ -115,7 +95,7 @@ def main() -> int:
     prompts = json.loads((HERE / "prompts.json").read_text())
     ids = [tokenizer.encode(prompt, add_special=False) for prompt in prompts]
     guessed = guesses(path, ids)
-    model = reference(checkpoint.config, checkpoint.weights)
+    model = llama(checkpoint.config, checkpoint.weights, "eager")
     answers = []
     for prompt, row, guess in zip(prompts, ids, guessed, strict=True):
         answers.append(answer(model, row, guess))

@@ -67,28 +67,11 @@ class Transformers:
 
 def _llama(path: Path) -> Any:
     """LlamaForCausalLM in float32 with the weights that our loader reads from `path`."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from weir_bench.reference import llama
+    from weir_server.model.loader import load_checkpoint
 
-    from weir_server.contract import FULL
-    from weir_server.model.loader import hf_name, load_checkpoint, pieces, shapes
-
-    checkpoint = load_checkpoint(path)
-    c = checkpoint.config
-    config = LlamaConfig(
-        hidden_size=c.hidden, num_hidden_layers=c.layers, num_attention_heads=c.heads, num_key_value_heads=c.kv_heads,
-        head_dim=c.head_dim, intermediate_size=c.ffn, vocab_size=c.vocab, max_position_embeddings=c.context,
-        rms_norm_eps=c.rms_eps, rope_parameters={"rope_type": "default", "rope_theta": c.ropes[FULL].theta},
-        tie_word_embeddings=c.tied, attn_implementation="sdpa",
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    own = model.state_dict()
-    with torch.no_grad():
-        for name in shapes(c):
-            theirs = [hf_name(c.traits, piece) for piece in pieces(name)]
-            for part, piece in zip(theirs, checkpoint.weights[name].split([own[p].shape[0] for p in theirs]), strict=True):
-                own[part].copy_(piece)
-    return model
+    checkpoint = load_checkpoint(path, quantize="none")
+    return llama(checkpoint.config, checkpoint.weights, "sdpa")
 
 
 class OpenVino:

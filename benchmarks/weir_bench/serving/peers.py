@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import re
 import shutil
 import subprocess
@@ -74,11 +75,11 @@ class Contender:
 
 
 def shape_of(path: Path) -> Shape:
-    from weir_server.model.loader import read_config
+    from weir_server.model.loader import read_config, shapes
 
     c = read_config(path)
-    layer = (2 * c.heads + 2 * c.kv_heads) * c.head_dim * c.hidden + 3 * c.ffn * c.hidden
-    return Shape(c.layers * layer, c.vocab * c.hidden, c.layers, c.heads * c.head_dim, c.kv_heads * c.head_dim)
+    layers = sum(math.prod(shape) for name, shape in shapes(c).items() if name.startswith("layers.") and len(shape) == 2)
+    return Shape(layers, c.vocab * c.hidden, c.layers, c.heads * c.head_dim, c.kv_heads * c.head_dim)
 
 
 def samples(text: str) -> dict[str, float]:

@@ -7,6 +7,7 @@ Sources: apimachinery `resource.ParseQuantity` (decimal and binary suffixes, dec
 from __future__ import annotations
 
 import re
+from datetime import datetime
 from decimal import Context, Decimal
 
 _SUFFIX = {
@@ -48,3 +49,8 @@ def parse_duration(text: str) -> float:
     if seconds <= 0:
         raise ValueError(f"{text!r} is not a duration above zero")
     return float(seconds)
+
+
+def parse_time(text: str) -> datetime:
+    """A time as Kubernetes writes it, RFC 3339 with Z. Raises ValueError."""
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

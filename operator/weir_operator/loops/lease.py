@@ -16,6 +16,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from weir_operator.api.quantity import parse_time
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.metrics import LEADER, TAKEOVERS
@@ -112,7 +113,7 @@ class LeaseLoop:
 
     def _hold(self, lease: dict[str, Any], asked: float) -> None:
         """The hold counts from before the request, since its answer may have been slow."""
-        created = datetime.fromisoformat(lease["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
+        created = parse_time(lease["metadata"]["creationTimestamp"])
         epoch = int(created.timestamp()) * 2**16 + lease["spec"]["leaseTransitions"]
         fresh = not self.held() or epoch != self._epoch
         self._lease, self._epoch, self._until = lease, epoch, asked + LEASE_SECONDS - MARGIN

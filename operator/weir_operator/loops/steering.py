@@ -19,7 +19,8 @@ from weir_operator.loops.replicas import Count
 from weir_operator.plan.args import initial_knobs
 from weir_operator.plan.tuning import MIN_FINISHED
 from weir_operator.tuner.envelope import Proposal
-from weir_operator.tuner.types import HISTORY_SECONDS, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.types import Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import remember
 from weir_server.contract import KNOBS, ControlState, Knobs, KnobsRequest, Window
 
 log = logging.getLogger(__name__)
@@ -122,9 +123,7 @@ async def poll(client: ControlClient, endpoint: Endpoint, pod: Pod, now: float) 
         pod.silent = str(e)
     if window is not None:
         window = in_common(window, next((p.window for p in reversed(pod.polls) if p.window), None))
-    pod.polls.append(Poll(now, window))
-    while pod.polls[0].at < now - HISTORY_SECONDS:
-        pod.polls.popleft()
+    remember(pod.polls, Poll(now, window))
     if window is not None:
         _verify(pod, window, now)
 

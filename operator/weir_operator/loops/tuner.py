@@ -107,13 +107,8 @@ def _show(key: str, name: str, pod: Pod | None) -> None:
 def _show_reading(key: str, ready: Sequence[Pod], now: float) -> None:
     """When the ready pod that was read longest ago was last read; never read, it counts from the first attempt. `now` and the
     polls' times never jump; what is shown goes by the time of day, as those who read it do."""
-    labels = key.split("/", 1)
-    if ready:
-        last = min(next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready)
-        READ_AT.labels(*labels).set(time.time() - (now - last))
-    else:
-        with contextlib.suppress(KeyError):
-            READ_AT.remove(*labels)
+    read = [next((poll.at for poll in reversed(pod.polls) if poll.window), pod.polls[0].at) for pod in ready]
+    _show_number(key, READ_AT, time.time() - (now - min(read)) if read else None)
 
 
 def _show_number(key: str, name: Gauge, value: float | None) -> None:

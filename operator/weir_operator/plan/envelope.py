@@ -8,9 +8,9 @@ follows. It counts as long as the limit that it grew from is the spec's: who edi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import datetime
 from typing import Any
 
+from weir_operator.api.quantity import parse_time
 from weir_operator.api.types import InferenceDeployment, Spec
 from weir_operator.plan.observed import Observed
 
@@ -55,7 +55,6 @@ def envelope_status(resource: InferenceDeployment, seen: Observed, rolled_out: b
 def _seconds(since: str, until: str) -> float:
     """Of a time that somebody edited, long ago."""
     try:
-        begun, ended = (datetime.fromisoformat(text.replace("Z", "+00:00")) for text in (since, until))
-        return (ended - begun).total_seconds()
+        return (parse_time(until) - parse_time(since)).total_seconds()
     except (ValueError, TypeError):
         return ROLL_SECONDS

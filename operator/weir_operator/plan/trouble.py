@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime
 from typing import Any
 
 from weir_operator.api import names
+from weir_operator.api.quantity import parse_time
 
 Pod = Mapping[str, Any]
 NEVER_READY_SECONDS = 600.0
@@ -106,11 +106,7 @@ def _container_trouble(container: Mapping[str, Any], ready: Mapping[str, Any], n
 
 
 def _seconds(since: str, until: str) -> float:
-    return (_time(until) - _time(since)).total_seconds()
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text.replace("Z", "+00:00"))
+    return (parse_time(until) - parse_time(since)).total_seconds()
 
 
 def troubles(pods: Iterable[Pod], now: str) -> list[tuple[str, str]]:

@@ -17,10 +17,11 @@ from typing import Protocol
 from weir_operator.simulate.load import Arrival
 from weir_operator.simulate.pod import Pod
 from weir_operator.simulate.port import PodSetup, Port
-from weir_operator.simulate.run import WARM_UP, Law, finish, goodput, remember
+from weir_operator.simulate.run import WARM_UP, Law, finish, goodput
 from weir_operator.simulate.twin import Pressed, Twin
 from weir_operator.tuner.law import decide
 from weir_operator.tuner.types import Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import remember
 
 
 class Router(Protocol):

@@ -12,7 +12,8 @@ from weir_operator.simulate.pod import Pod
 from weir_operator.simulate.port import PodSetup, Port
 from weir_operator.simulate.twin import Pressed, Twin
 from weir_operator.tuner.law import decide
-from weir_operator.tuner.types import HISTORY_SECONDS, Decision, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.types import Decision, Move, PodView, Poll, Record, TunerSpec, TunerState
+from weir_operator.tuner.window import remember
 from weir_server.contract import Knobs, Window
 
 WARM_UP = 0.2
@@ -88,13 +89,6 @@ def _fastest(setup: PodSetup, rows: Sequence[Arrival], go: Callable[[Port], Resu
 def _filled(pod: Port, rows: Iterable[Arrival]) -> Port:
     pod.inbox.extend(rows)
     return pod
-
-
-def remember(polls: deque[Poll], poll: Poll) -> None:
-    """Keep it, and let go of what is older than the operator's own loop keeps."""
-    polls.append(poll)
-    while polls[0].at < poll.at - HISTORY_SECONDS:
-        polls.popleft()
 
 
 def finish(pod: Port) -> None:

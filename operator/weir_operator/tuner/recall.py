@@ -53,9 +53,9 @@ def recalled(case: Case, evidence: Evidence) -> tuple[Case, Change | None]:
         far = 0.0  # the pods beside it have just been serving it
     batch = entry.batch if far <= memory.SAME else max(1, int(memory.CAUTION * entry.batch))
     knobs = inside(case, {"max_batch_size": batch, "max_queue_depth": entry.depth})
-    if low := [k for k in ("max_queue_depth",) if far > memory.SAME and knobs[k] < getattr(target, k)]:
-        knobs = {k: v for k, v in knobs.items() if k not in low}  # a shallow queue suits the load that it was learned under
     knobs = {k: v for k, v in knobs.items() if v != getattr(target, k)}
+    if far > memory.SAME and knobs.get("max_queue_depth", math.inf) < target.max_queue_depth:
+        del knobs["max_queue_depth"]  # a shallow queue suits the load that it was learned under
     if _loses(case, evidence, knobs):
         return case, None
     reason = "what did best under this workload" if far <= memory.SAME else "what did well on such pods, with some caution"

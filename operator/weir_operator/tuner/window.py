@@ -6,11 +6,12 @@ A failed or old poll is no reading at all: absent is not zero.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from weir_operator.tuner.types import PodView, Poll
+from weir_operator.tuner.types import HISTORY_SECONDS, PodView, Poll
 from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Window
 
 READS = (
@@ -28,6 +29,13 @@ MIN_INTERVALS = 15  # z: times per token
 MIN_COMPLETIONS = 5
 STEADY = 0.1  # of the rows offered, by which the rows in a pod may have grown
 LONGEST = 300.0  # seconds over which evidence is gathered
+
+
+def remember(polls: deque[Poll], poll: Poll) -> None:
+    """Keep one more, and let go of what is older than HISTORY_SECONDS."""
+    polls.append(poll)
+    while polls[0].at < poll.at - HISTORY_SECONDS:
+        polls.popleft()
 
 
 def readings(polls: Sequence[Poll]) -> list[Window]:
