@@ -56,6 +56,15 @@ def test_a_parent_that_gives_up_at_once_is_heard_before_the_model_is_loaded(toge
         theirs.recv(1)
 
 
+def test_a_parent_that_goes_without_reading_everything_is_gone_all_the_same():
+    """The socket reads as reset then, not as at its end."""
+    channel, peer = pair()
+    channel.send(Fatal("never read"))
+    peer.close()
+    with pytest.raises(ChannelClosed):
+        channel.recv(None)
+
+
 def test_sending_to_a_dead_parent_raises():
     channel, peer = pair()
     peer.close()

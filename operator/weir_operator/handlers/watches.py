@@ -5,7 +5,8 @@ No handler here sets a finalizer, posts an Event or keeps progress on an object:
 kopf runs in a thread with an event loop of its own: it takes the process' signals where it can, it cancels every task of its
 loop when it ends, and it ends for good at a 404, as when the definition goes. Here it is begun again instead, as soon as the
 API server serves the definition. (Its own scan of definitions looks once per event, and misses one that is announced before it
-is served.)
+is served.) Its end may never come: a task of its own may swallow its cancellation, and kopf asks it again for ever. So its end
+has a deadline, after which its loop is left as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import asyncio
 import contextlib
 import logging
 import random
-import threading
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -30,6 +30,9 @@ SILENT_SECONDS = 70.0
 """The API server sends a bookmark every minute: a watch that says nothing for longer is dead, and is begun anew."""
 AGAIN_SECONDS = 2.0
 """Between the end of the watches, or a look for a definition that is not there, and the next beginning."""
+END_SECONDS = 12.0
+"""From a stop, or from the end of kopf's watches, to its own end: it gives 5 seconds to what it calls hung, then one to each
+cancellation."""
 log = logging.getLogger(__name__)
 _CHILDREN = {kind: resource_of(kind) for kind in ("Pod", *CHILD_KINDS)}
 
@@ -42,7 +45,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
     settings.watching.inactivity_timeout = SILENT_SECONDS
     settings.networking.error_backoffs = [delay * random.uniform(0.8, 1.2) for delay in (1, 1, 2, 3, 5, 8, 13, 21)]
-    settings.process.ultimate_exiting_timeout = 15
+    settings.process.ultimate_exiting_timeout = None  # the process is ours; it would be killed with every task in it
     settings.persistence.finalizer = f"{names.GROUP}/kopf-finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=f"kopf.{names.GROUP}")
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=f"kopf.{names.GROUP}")
@@ -129,29 +132,47 @@ async def watch(
 
 
 async def _until(stop: asyncio.Event, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
-    """kopf in a thread, until `stop` is set. Raises what kopf ended with."""
-    flag = threading.Event()
-
-    async def run() -> None:
-        try:
-            await kopf.operator(
-                registry=registry,
-                settings=_settings(),
-                clusterwide=not namespaces,
-                namespaces=list(namespaces),
-                standalone=True,
-                # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
-                identity="weir-operator",  # type: ignore[arg-type]
-                stop_flag=flag,
-            )
-        finally:
-            flag.set()  # a thread of its own waits for it
-
-    running = asyncio.create_task(asyncio.to_thread(asyncio.run, run()))
+    """kopf in a thread, until `stop` is set. Raises what kopf ended with, RuntimeError if it did not end in time."""
+    loop, ending = asyncio.new_event_loop(), asyncio.Event()
+    running = asyncio.create_task(asyncio.to_thread(_run, loop, registry, namespaces, ending))
     stopped = asyncio.create_task(stop.wait())
     try:
         await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
     finally:
-        flag.set()
+        with contextlib.suppress(RuntimeError):  # closed: it has ended
+            loop.call_soon_threadsafe(ending.set)
         stopped.cancel()
     await running
+
+
+def _run(
+    loop: asyncio.AbstractEventLoop, registry: kopf.OperatorRegistry, namespaces: Sequence[str], ending: asyncio.Event,
+) -> None:
+    """kopf in `loop`, to its end or END_SECONDS after `ending`, which is set by its cleanup, too: its watches are gone then."""
+
+    async def over(**_: Any) -> None:
+        ending.set()
+
+    async def to_its_end() -> None:
+        kopf.on.cleanup(registry=registry)(over)
+        ended = asyncio.create_task(ending.wait())
+        operator = asyncio.create_task(kopf.operator(
+            registry=registry,
+            settings=_settings(),
+            clusterwide=not namespaces,
+            namespaces=list(namespaces),
+            standalone=True,
+            # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
+            identity="weir-operator",  # type: ignore[arg-type]
+            stop_flag=ending,
+        ))
+        await asyncio.wait([operator, ended], return_when=asyncio.FIRST_COMPLETED)
+        if not (await asyncio.wait([operator], timeout=END_SECONDS))[0]:
+            raise RuntimeError(f"kopf did not end within {END_SECONDS:.0f} s, and is left behind")
+        operator.result()
+
+    loop.set_exception_handler(lambda _loop, context: log.debug("left behind by kopf: %s", context["message"]))
+    try:
+        loop.run_until_complete(to_its_end())
+    finally:
+        loop.close()

@@ -72,7 +72,10 @@ class Channel:
             readable, _, _ = select.select([self._sock], [], [], 0 if messages else timeout)
             if not readable:
                 return messages
-            data = self._sock.recv(1 << 20)
+            try:
+                data = self._sock.recv(1 << 20)
+            except ConnectionError:  # it went without having read all that we sent
+                data = b""
             if not data:
                 if messages:
                     return messages
