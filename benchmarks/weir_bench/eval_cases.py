@@ -15,10 +15,8 @@ from pathlib import Path
 from weir_operator.simulate import traces
 from weir_operator.simulate.load import Arrival, Phase, arrivals
 from weir_operator.simulate.port import PodSetup
-from weir_operator.tuner.chain import Model
-from weir_operator.tuner.replicas import best_rate
-from weir_operator.tuner.types import Mix
-from weir_server.contract import Knobs, Plant, Slo, hist_index
+from weir_operator.tuner.chain import BUSIEST
+from weir_server.contract import Knobs, Plant, Slo
 
 DEFAULTS = {"weir, mlxcel": (4, 32), "vllm, hf": (256, 1000)}
 """Batch and queue of servers as they come; an unbounded queue is a deep one here, and a batch ends at the envelope."""
@@ -157,10 +155,14 @@ def lengths(kind: Kind, machine: Machine) -> tuple[float, float]:
 
 
 def capacity(machine: Machine, kind: Kind, slo: Slo) -> float:
-    """Rows per second of one pod at its best batch, every row on time."""
-    prompt, output = lengths(kind, machine)
-    mix = Mix(1.0, (1.0,), output, prompt / output, prompt + output / 2)
-    return best_rate(Model(machine.plant, mix, {hist_index(1.0): 1.0}, {}), slo.tpot, 1, machine.most)
+    """Rows per second of one pod at its best batch, every row on time, by arithmetic alone: what the law believes of a pod must
+    not move the load that it is tried under."""
+    (prompt, output), plant = lengths(kind, machine), machine.plant
+    prefill = prompt / output
+    slope = plant.b + plant.c * (prompt + output / 2) + plant.p * prefill
+    in_time = math.floor((slo.tpot - plant.a) / slope) if slope else machine.most
+    rows = min(max(1, in_time), machine.most, BUSIEST * plant.prefill_tokens / prefill)
+    return rows / (output * (plant.a + slope * rows))
 
 
 def _blocks(cell: Cell, machine: Machine, slo: Slo, name: str) -> int:

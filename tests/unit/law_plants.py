@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from weir_operator.tuner.chain import Model, goodputs
 from weir_operator.tuner.law import REVERSAL_GAIN
-from weir_operator.tuner.setpoint import NIL, PREFILL_SHARE, Reach, certain, choose
+from weir_operator.tuner.setpoint import NIL, PREFILL_SHARE, TIE, Reach, certain, choose
 from weir_operator.tuner.types import Mix
 from weir_server.contract import Plant, hist_index
 
@@ -46,7 +46,8 @@ class Walk:
 
     @property
     def fell(self) -> bool:
-        return any(b < a * (1 - 1e-9) for a, b in pairwise(self.predicted))
+        """By more than what counts as a tie: a setting that stands more load may be that much worse now."""
+        return any(b < a * TIE * (1 - 1e-9) for a, b in pairwise(self.predicted))
 
     @property
     def counts(self) -> bool:
@@ -72,7 +73,7 @@ def walk(seed: int) -> Walk:
     path, predicted, direction = [(rng.randint(1, MOST), rng.randint(1, MOST))], [], 0
     for _ in range(4 * MOVES):
         choice = _next(model, ttft, tpot, Reach(*path[-1], (1, MOST), (1, MOST)), direction)
-        predicted.append(choice.present)
+        predicted.append(goodputs(model, ttft, tpot, *path[-1])[-1])
         if (choice.batch, choice.depth) == path[-1] or not choice.gains:
             break
         direction = (choice.batch > path[-1][0]) - (choice.batch < path[-1][0]) or direction

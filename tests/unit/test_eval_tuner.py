@@ -7,8 +7,9 @@ import json
 import pytest
 
 from weir_bench import eval_tuner
-from weir_bench.eval_cases import DAY, FIRST_DAY, KINDS, SHIFTING, Cell, build, cells, day
+from weir_bench.eval_cases import DAY, DEFAULTS, FIRST_DAY, KINDS, SHIFTING, Cell, build, cells, day
 from weir_bench.eval_fleet import BOTH, HPA, OURS, FleetCell, fleet_cells, fleet_report, fleet_table, run_fleet_cell
+from weir_operator.tuner.chain import Model
 
 
 def test_any_part_of_the_cells_is_a_sample_of_all():
@@ -54,6 +55,26 @@ def test_fleets_are_paired_and_cost_is_over_all_cells_together():
     assert found["runs"][OURS]["replica_seconds_per_good"] == pytest.approx(cost, rel=0.01)
     assert found["runs"][HPA]["of_queue_depth"] == 1.0 and f"| {OURS} |" in fleet_table(found)
     assert json.loads(json.dumps(found)) == found
+
+
+def test_a_default_that_beats_every_setting_of_the_search_is_the_best_static_setting():
+    """Else a law that throws away a good start would be compared with less than what it had."""
+    def line(run: str, goodput: float) -> eval_tuner.Line:
+        return {
+            "cell": "chat|cpu|roomy|0.5|0", "run": run, "goodput": goodput, "end": 60.0, "shifts": (), "recorded": True,
+            "bins": [1, 1], "offered": [2, 2], "reversals": 0, "moves": 0, "knobs": [4, 32], "cpu": 0.1,
+        }
+    names = [f"default {name}" for name in DEFAULTS]
+    lines = [line(names[0], 0.97), line(names[1], 0.5), line("static 6 4", 0.96), line("set-point", 0.95)]
+    row = eval_tuner.report(lines)["rows"][0]
+    assert row["best"]["setting"] == names[0] and row["laws"]["set-point"]["of_best"] == pytest.approx(0.95 / 0.97, abs=1e-4)
+
+
+def test_what_the_law_believes_of_a_pod_does_not_move_the_load_that_it_is_tried_under(monkeypatch):
+    cell = Cell("chat", "cpu", "roomy", 0.5, 0)
+    before = build(cell, None, 60.0).rows
+    monkeypatch.setattr(Model, "in_time", lambda self, slots, tpot: 0.5)
+    assert build(cell, None, 60.0).rows == before
 
 
 def test_a_report_of_fleets_alone_is_no_crash():

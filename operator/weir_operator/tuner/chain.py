@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
 from weir_operator.tuner.types import Mix
@@ -42,8 +42,22 @@ class Model:
         return self.plant.b + self.plant.c * self.mix.context + self.plant.p * self.mix.prefill
 
     def interval(self, decoding: float) -> float:
-        """y: seconds between a row's tokens with so many rows decoding."""
+        """Mean seconds of a step with so many rows decoding, their prefill included."""
         return self.plant.a + self.slope * decoding
+
+    def between(self, company: float) -> float:
+        """y: seconds between a row's tokens in a batch of so many decoding rows, itself included: it meets the prefill of the
+        others, its own was before."""
+        return self.interval(company) - self.plant.p * self.mix.prefill
+
+    def company(self, slots: int) -> float:
+        """Decoding rows as one of them meets them."""
+        return 1.0 + (slots - 1) * self.decoding(slots) / slots
+
+    def under(self, factor: float) -> Model:
+        """The same pod with `factor` times as much offered."""
+        mix = replace(self.mix, offered=factor * self.mix.offered, quantiles=tuple(factor * q for q in self.mix.quantiles))
+        return Model(self.plant, mix, self.spread, self.prefill, self.kv_rows, self._decoding)
 
     def stretch(self, decoding: float) -> float:
         """How much longer a prefill takes for others being prefilled too (M/D/1 in prefill chunks)."""
@@ -77,7 +91,7 @@ class Model:
 
     def in_time(self, slots: int, tpot: float) -> float:
         """Share of rows whose time per output token meets the objective."""
-        return share_below(self.spread, tpot / self.interval(self.decoding(slots)))
+        return share_below(self.spread, tpot / self.between(self.company(slots)))
 
     @cached_property
     def _prefill_points(self) -> list[float]:
@@ -134,7 +148,7 @@ def predict(model: Model, ttft: float, tpot: float, batch: int, depth: int) -> P
         accepted += taken / total
         rows += sum(p * min(k, slots) for k, p in enumerate(pi)) / total
         interval += sum(
-            p * bias * model.interval(model.decoding(min(k + 1, slots))) for k, p in enumerate(pi[:-1])
+            p * bias * model.between(model.company(min(k + 1, slots))) for k, p in enumerate(pi[:-1])
         ) / taken
     count = len(model.mix.quantiles)
     return Prediction(

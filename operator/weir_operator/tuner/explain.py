@@ -16,7 +16,7 @@ from weir_operator.tuner.case import Case, open_case
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.law import REVERSAL_GAIN, REVERSAL_TICKS, can_predict, reach_of
 from weir_operator.tuner.plant import fit, normal_equations, solve
-from weir_operator.tuner.setpoint import GAIN, NIL, Choice, Reach, choose
+from weir_operator.tuner.setpoint import GAIN, NIL, SURGE, Choice, Reach, choose
 from weir_operator.tuner.types import Outcome, PodState, PodView, Record, TunerSpec
 from weir_operator.tuner.window import LONGEST, MIN_COMPLETIONS, MIN_INTERVALS, Evidence, back_to, gather, refusals
 from weir_server.contract import BOUNDS, Plant, Window
@@ -248,9 +248,10 @@ def _about_settings(spec: TunerSpec, model: Model, reach: Reach, choice: Choice)
             f"{choice.present:.2f}."
         ]
     else:
+        under = f" with {SURGE:g} × the load, and to as many as now without" if choice.surge else ""
         said = [
             f"Nothing: batch {choice.batch} with queue {choice.depth} is predicted to lead to {choice.goodput:.2f} rows/s in "
-            f"time against {choice.present:.2f}."
+            f"time against {choice.present:.2f}{under}."
         ]
     low, high = reach.batch_limits
     if not reach.may_raise:

@@ -15,7 +15,7 @@ from weir_operator.tuner.case import Case, Change, Shown, Step, carry_out, hold,
 from weir_operator.tuner.chain import Model, predict
 from weir_operator.tuner.knobs import back_inside, limits
 from weir_operator.tuner.pressure import emergency, pressure, watch, with_ceiling
-from weir_operator.tuner.setpoint import NIL, Choice, Reach, certain, choose
+from weir_operator.tuner.setpoint import NIL, SURGE, Choice, Reach, certain, choose
 from weir_operator.tuner.settle import adopt, settle
 from weir_operator.tuner.types import Canary, Decision, Learned, Outcome, PodState, PodView, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import MIN_INTERVALS, Evidence, back_to, gather, share_good
@@ -187,7 +187,9 @@ def _setpoint(case: Case, evidence: Evidence, batch_free: bool) -> Step:
         held = hold(case, Outcome.HOLDING, why or _why_hold(choice, pod, span.head_wait), "set-point", Shown(inputs))
         return replace(held, best=not doubtful and case.state.pending is None)
     expected = predict(pod, spec.ttft, spec.tpot, choice.batch, choice.depth)
-    reason = f"{expected.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
+    reason = f"{choice.goodput:.2f} rows/s are predicted to meet both objectives, {choice.present:.2f} as it is"
+    if choice.surge:
+        reason = f"as good now, and with {SURGE:g} × the load {reason}"
     comparable = span.old.monotonic >= max(case.last.settled_at, case.state.objectives_since) and span.steady
     return carry_out(case, Change(
         "set-point", reason, knobs, Shown(inputs, expected.shown), expected,
@@ -201,7 +203,7 @@ def can_predict(case: Case, evidence: Evidence) -> bool:
 
 
 def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:
-    """The batch may be raised only where slots are what the head of the queue waits for most."""
+    """The batch is not raised where KV or prefill is what the head of the queue waits for most."""
     state, target = case.state, case.last.target
     low, high = case.batch_limits()
     if state.ceiling is not None and case.now < state.ceiling_until:
@@ -212,7 +214,7 @@ def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:
     slots = head_wait.get("slots", 0.0)
     return Reach(
         target.max_batch_size, target.max_queue_depth, (low, high), (int(shallow), int(deep)),
-        may_raise=slots > 0 and slots >= max(head_wait.values()), one_step=state.distrust == 1,
+        may_raise=slots >= max(head_wait.values(), default=0.0), one_step=state.distrust == 1,
     )
 
 

@@ -73,7 +73,7 @@ def _spreads(state: PodState, model: Model, windows: Sequence[Window], fresh: in
         y = model.interval(company)
         if y <= 0:
             continue
-        z = chain.blend(z, chain.scaled(piece.settled(source), y), SAMPLES)
+        z = chain.blend(z, chain.scaled(piece.settled(source), model.between(company)), SAMPLES)
         f = chain.blend(f, chain.scaled(piece.histogram("prefill_seconds"), y * model.stretch(company)), SAMPLES)
     return replace(state, spread=chain.blend(state.spread, z, SAMPLES), prefill=chain.blend(state.prefill, f, SAMPLES))
 

@@ -1,11 +1,13 @@
 """Rule 3: the batch and the queue depth with the highest predicted goodput.
 
-Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 4B and at every useful depth up to 2Q, all inside the limits; a move
-must be predicted to gain ≥ 2 % and to beat the error of its own prediction (`certain`), so on a steady plant with an exact fit
-goodput never falls and no setting comes twice. Where nothing in reach gains so much, the whole range is looked at, and a
-better setting beyond is walked towards, a leap or a halving at a time, or small gains on the way would be taken for the top.
-Where nothing anywhere yields 5 % of what is offered, predictions differ by noise only: the depth alone may move. Ties within
-1 % go to the present setting, else to the one that stands more load, else to the least change.
+Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 4B, at all sizes about the best of these, and at every useful depth of
+each, all inside the limits; a move must be predicted to gain ≥ 2 % and to beat the error of its own prediction (`certain`), so
+on a steady plant with an exact fit goodput never falls by more than a tie and no setting comes twice. Where nothing in reach
+gains so much, the whole range is looked at, and a better setting beyond is walked towards, a leap or a halving at a time, or
+small gains on the way would be taken for the top. Where that finds nothing either, a setting that is as good now (within 1 %)
+and gains ≥ 10 % under a surge is taken before the surge comes. Where nothing anywhere yields 5 % of what is offered, predictions
+differ by noise only: the depth alone may move. Ties go to the present setting, else to the one that stands more load, else to
+the least change.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ SMALL_GAIN = 1.04
 NIL = 0.05  # of λ
 HOPELESS = 0.001  # of λ
 TIE = 0.99
-SURGE = 1.5  # × λ: where settings are as good now, what the next minutes may bring decides
+SURGE = 3.0
+"""× λ: where settings are as good now, what the next minutes may bring decides. Recorded rates triple within two ticks."""
+READY = 1.1
+"""What a setting that is as good now must gain under a surge."""
 LEAP = 4  # × B: how far a raise may go at once
 MOST_CANDIDATES = 17
 PREFILL_SHARE = 0.8
@@ -37,7 +42,7 @@ class Reach:
     depth: int
     batch_limits: tuple[int, int]
     depth_limits: tuple[int, int]
-    may_raise: bool = True  # slots are what the head of the queue waits for
+    may_raise: bool = True  # slots are what the head of the queue waits for, or nothing is
     may_cut: bool = True
     one_step: bool = False
 
@@ -51,6 +56,7 @@ class Choice:
     depth: int
     goodput: float  # predicted of this setting, or of the one that it is a step towards
     present: float  # predicted of the setting in force
+    surge: bool = False  # both of SURGE × what is offered: now the two are as good
 
     @property
     def gains(self) -> bool:
@@ -64,6 +70,7 @@ def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice
     """Whether the predicted gain is more than the error of its prediction. The error comes from ρ and O, whose ticks scatter
     about their means, and from the finite number of times per token in z. Cost: eight evaluations, only before a move of B."""
     old, new = (reach.batch, reach.depth), (choice.batch, choice.depth)
+    model = model.under(SURGE) if choice.surge else model
 
     def gain(m: Model) -> float:
         return goodputs(m, ttft, tpot, *new)[new[1]] - goodputs(m, ttft, tpot, *old)[old[1]]
@@ -76,39 +83,49 @@ def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice
             up, down = (gain(Model(model.plant, m, model.spread, model.prefill, model.kv_rows)) for m in ends)
             variance += ((up - down) / 2) ** 2
     apart = abs(model.in_time(new[0], tpot) - model.in_time(old[0], tpot))
-    variance += model.mix.offered**2 * apart * (1 - apart) / max(1.0, sum(model.spread.values()))
+    served = choice.goodput / max(model.in_time(new[0], tpot), 1e-9)  # rows/s whose first token is in time
+    variance += served**2 * apart * (1 - apart) / max(1.0, sum(model.spread.values()))
     needed = 2.0 if turns or choice.goodput < SMALL_GAIN * choice.present else 1.0
     return choice.goodput - choice.present >= needed * math.sqrt(variance)
 
 
 def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
-    """The best setting within reach, else one step towards a better one beyond it, else the present one."""
+    """The best setting within reach, else one step towards a better one beyond it, else one that stands more load, else the
+    present one."""
     present = goodputs(model, ttft, tpot, reach.batch, reach.depth)[reach.depth]
-    if GAIN * present >= model.mix.offered:  # goodput cannot exceed what is offered: nothing can gain enough
-        return Choice(reach.batch, reach.depth, present, present)
-    near = _best(model, ttft, tpot, reach, _batches(model, reach, *_near(reach)), 2 * max(1, reach.depth))
+    stay = Choice(reach.batch, reach.depth, present, present)
+    if GAIN * present >= model.mix.offered:  # goodput cannot exceed what is offered: nothing can gain enough now
+        return _prepared(model, ttft, tpot, reach, stay)
+    near = _best(model, ttft, tpot, reach, *_near(reach))
     real = near.goodput >= NIL * model.mix.offered
     if real and near.gains and not near.stays(reach):
         return near
-    far = _farther(model, ttft, tpot, reach)
+    far = _best(model, ttft, tpot, reach, *reach.batch_limits)
     if far.goodput >= NIL * model.mix.offered and far.gains and not far.stays(reach):
         return _step_towards(far, model, ttft, tpot, reach)
-    return near if real else _best(model, ttft, tpot, reach, [reach.batch], 2 * max(1, reach.depth))
+    return _prepared(model, ttft, tpot, reach, stay) if real else _best(model, ttft, tpot, reach, reach.batch, reach.batch)
 
 
-def _farther(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
-    """The best of the whole range: thinned first, then closely around what that found."""
-    (low, high), deepest = reach.batch_limits, reach.depth_limits[1]
-    rough = _best(model, ttft, tpot, reach, _batches(model, reach, low, high), deepest, tie=1.0)
-    around = max(low, math.floor(rough.batch / 1.3)), min(high, math.ceil(rough.batch * 1.3))
-    return _best(model, ttft, tpot, reach, _batches(model, reach, *around), deepest)
+def _prepared(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice) -> Choice:
+    """A setting that is as good now and clearly better if more were offered: rates rise faster than ticks follow."""
+    surge = model.under(SURGE)
+    then = goodputs(surge, ttft, tpot, reach.batch, reach.depth)[reach.depth]
+    if READY * then >= surge.mix.offered:
+        return stay
+    found = _weighed(model, ttft, tpot, reach, *_near(reach))
+    as_good = [f for f in found if f[0] >= TIE * max(stay.present, max(g for g, _, _ in found))]
+    if not as_good:
+        return stay
+    ready = _readiest(model, ttft, tpot, reach, as_good)
+    later = goodputs(surge, ttft, tpot, ready[1], ready[2])[ready[2]]
+    return Choice(ready[1], ready[2], later, then, surge=True) if later >= READY * then else stay
 
 
 def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     """One leap or halving of the batch, one doubling of the depth. Where that step itself would lose, a cut goes all the
     way at once (a valley lies between: a large batch is good while few slots are used), and a raise does not start."""
     low, high = _near(reach)
-    batch, depth = min(max(far.batch, low), high), min(far.depth, max(reach.depth_limits[0], 2 * max(1, reach.depth)))
+    batch, depth = min(max(far.batch, low), high), far.depth
     for b in dict.fromkeys((batch, min(far.batch, batch))):
         if goodputs(model, ttft, tpot, b, depth)[depth] >= far.present:
             return Choice(b, depth, far.goodput, far.present)
@@ -121,7 +138,7 @@ def _near(reach: Reach) -> tuple[int, int]:
     return max(low, reach.batch_limits[0]), min(high, reach.batch_limits[1])
 
 
-def _batches(model: Model, reach: Reach, low: int, high: int) -> list[int]:
+def _sizes(model: Model, reach: Reach, low: int, high: int) -> list[int]:
     """Batch sizes from low to high, thinned evenly in logarithm, with the present one; prefill caps what may be raised to."""
     low = low if reach.may_cut else reach.batch
     high = high if reach.may_raise else reach.batch
@@ -134,45 +151,52 @@ def _batches(model: Model, reach: Reach, low: int, high: int) -> list[int]:
     return sorted({n for n in sizes if n == low or model.mix.prefill * model.decoding(n) <= room} | {reach.batch})
 
 
-def _best(
-    model: Model, ttft: float, tpot: float, reach: Reach, batches: list[int], deepest: int, tie: float = TIE
-) -> Choice:
+def _weighed(model: Model, ttft: float, tpot: float, reach: Reach, low: int, high: int) -> list[tuple[float, int, int]]:
+    """(goodput, batch, depth) of every useful depth of batches from low to high: of thinned ones first, then of all about the
+    best of these."""
+    sizes = _sizes(model, reach, low, high)
+    found = _of_sizes(model, ttft, tpot, reach, sizes)
+    top = max(found)[1]
+    at = sizes.index(top)
+    around = _sizes(model, reach, sizes[max(0, at - 1)], sizes[min(len(sizes) - 1, at + 1)])
+    return found + _of_sizes(model, ttft, tpot, reach, [n for n in around if n not in sizes])
+
+
+def _of_sizes(model: Model, ttft: float, tpot: float, reach: Reach, sizes: list[int]) -> list[tuple[float, int, int]]:
     shallow, deep = reach.depth_limits
-    deepest = max(shallow, min(deep, deepest))
     found: list[tuple[float, int, int]] = []
-    present = 0.0
-    for batch in batches:
-        useful = max(shallow, min(deepest, _useful(model, ttft, batch)))
-        values = goodputs(model, ttft, tpot, batch, max(useful, reach.depth))
-        depths = {*range(shallow, useful + 1), min(max(reach.depth, shallow), deep)} & set(range(len(values)))
-        found += [(values[q], batch, q) for q in depths]
-        if batch == reach.batch:
-            present = values[reach.depth]
-    found.append((present, reach.batch, reach.depth))
+    for batch in sizes:
+        useful = max(shallow, min(deep, _useful(model, ttft, batch)))
+        kept = min(max(reach.depth, shallow), deep)
+        values = goodputs(model, ttft, tpot, batch, max(useful, kept))
+        found += [(values[q], batch, q) for q in {*range(shallow, useful + 1), kept}]
+    return found
+
+
+def _best(model: Model, ttft: float, tpot: float, reach: Reach, low: int, high: int) -> Choice:
+    present = goodputs(model, ttft, tpot, reach.batch, reach.depth)[reach.depth]
+    found = [*_weighed(model, ttft, tpot, reach, low, high), (present, reach.batch, reach.depth)]
     best = max(g for g, _, _ in found)
-    if best < HOPELESS * model.mix.offered:
-        return Choice(reach.batch, reach.depth, present, present)
     enough = GAIN * present if best >= GAIN * present else 0.0  # a tie must not make of a gain none
-    near = [f for f in found if f[0] >= max(tie * best, min(best, enough))]
-    if (present, reach.batch, reach.depth) in near:
+    near = [f for f in found if f[0] >= max(TIE * best, min(best, enough))]
+    if best < HOPELESS * model.mix.offered or (present, reach.batch, reach.depth) in near:
         return Choice(reach.batch, reach.depth, present, present)
-    return _readiest(model, ttft, tpot, reach, near, present)
+    goodput, batch, depth = _readiest(model, ttft, tpot, reach, near)
+    return Choice(batch, depth, goodput, present)
 
 
 def _readiest(
-    model: Model, ttft: float, tpot: float, reach: Reach, near: list[tuple[float, int, int]], present: float
-) -> Choice:
-    """Of settings that are as good, the one that does best when half as much again is offered; of those, the least change."""
-    more = replace(model.mix, quantiles=tuple(SURGE * rate for rate in model.mix.quantiles))
-    surge = Model(model.plant, more, model.spread, model.prefill, model.kv_rows)
+    model: Model, ttft: float, tpot: float, reach: Reach, near: list[tuple[float, int, int]]
+) -> tuple[float, int, int]:
+    """Of settings that are as good, the one that does best when more is offered; of those, the least change."""
+    surge = model.under(SURGE)
     deepest = {batch: max(q for _, b, q in near if b == batch) for _, batch, _ in near}
     then = {batch: goodputs(surge, ttft, tpot, batch, depth) for batch, depth in deepest.items()}
     ready = max(then[b][q] for _, b, q in near)
-    goodput, batch, depth = min(
+    return min(
         (f for f in near if then[f[1]][f[2]] >= TIE * ready),
         key=lambda f: (_distance(f[1], reach.batch), _distance(f[2], reach.depth), -f[0]),
     )
-    return Choice(batch, depth, goodput, present)
 
 
 def _useful(model: Model, ttft: float, batch: int) -> int:
