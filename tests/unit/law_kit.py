@@ -74,6 +74,10 @@ class FlowPod:
         p, context = self.plant, self.prompt + self.output / 2
         return (p.a + (p.b + p.c * context + p.p * self.prompt / self.output) * rows) * self.slowdown
 
+    def between(self, rows: float) -> float:
+        """Seconds between a row's tokens: a step without the row's own prefill, which came before."""
+        return self.interval(rows) - self.plant.p * self.prompt / self.output * min(1.0, rows) * self.slowdown
+
     def set(self, knobs: Mapping[str, float]) -> None:
         self.target = self.target.merged({k: v if k == "admission_watermark" else int(v) for k, v in knobs.items()})
         if not self.effective_lag:
@@ -126,13 +130,13 @@ class FlowPod:
         first = wait + max(1.0, self.prompt / self.plant.prefill_tokens) * y
         for _ in range(int(self.finished["length"]) - int(before)):
             for histograms in (self.histograms, self.settled):
-                histograms["tpot"].observe(y)
+                histograms["tpot"].observe(self.between(rows))
                 histograms["ttft"].observe(first)
             self.histograms["prefill_seconds"].observe(first - wait)
         for histograms in (self.histograms, self.settled):
             for _ in range(round(rows) if self.offered else 0):
-                histograms["decode_interval"].observe(y)
-        if first <= self.slo.ttft and y <= self.slo.tpot:
+                histograms["decode_interval"].observe(self.between(rows))
+        if first <= self.slo.ttft and self.between(rows) <= self.slo.tpot:
             self.good["both"] += int(self.finished["length"]) - int(before)
         self.waiting, self.oldest_wait = (depth, wait) if saturated else (0, 0.0)
         self.running = rows if self.offered else 0.0

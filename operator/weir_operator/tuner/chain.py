@@ -48,7 +48,7 @@ class Model:
     def between(self, company: float) -> float:
         """y: seconds between a row's tokens in a batch of so many decoding rows, itself included: it meets the prefill of the
         others, its own was before."""
-        return self.interval(company) - self.plant.p * self.mix.prefill
+        return self.interval(company) - self.plant.p * self.mix.prefill * min(1.0, company)
 
     def company(self, slots: int) -> float:
         """Decoding rows as one of them meets them."""

@@ -57,5 +57,5 @@ def _wants(name: str, view: PodView, tuner: TunerState, spec: TunerSpec, now: fl
         return None
     reach = replace(reach, batch_limits=(reach.batch_limits[0], top), one_step=False)
     choice = choose(model, spec.ttft, spec.tpot, reach)
-    gains = choice.batch > end and choice.gains and not choice.surge and certain(model, spec.ttft, spec.tpot, reach, choice)
+    gains = choice.batch > end and choice.gains and certain(model, spec.ttft, spec.tpot, reach, choice)
     return top if gains else None

@@ -203,7 +203,7 @@ def can_predict(case: Case, evidence: Evidence) -> bool:
 
 
 def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:
-    """The batch is not raised where KV or prefill is what the head of the queue waits for most."""
+    """The batch may be raised only where slots are what the head of the queue waits for most."""
     state, target = case.state, case.last.target
     low, high = case.batch_limits()
     if state.ceiling is not None and case.now < state.ceiling_until:
@@ -214,7 +214,7 @@ def reach_of(case: Case, head_wait: Mapping[str, float]) -> Reach:
     slots = head_wait.get("slots", 0.0)
     return Reach(
         target.max_batch_size, target.max_queue_depth, (low, high), (int(shallow), int(deep)),
-        may_raise=slots >= max(head_wait.values(), default=0.0), one_step=state.distrust == 1,
+        may_raise=slots > 0 and slots >= max(head_wait.values()), one_step=state.distrust == 1,
     )
 
 

@@ -4,8 +4,8 @@ Bound: one evaluation looks at ≤ 17 batch sizes in B/2 … 4B, at all sizes ab
 each, all inside the limits; a move must be predicted to gain ≥ 2 % and to beat the error of its own prediction (`certain`), so
 on a steady plant with an exact fit goodput never falls by more than a tie and no setting comes twice. Where nothing in reach
 gains so much, the whole range is looked at, and a better setting beyond is walked towards, a leap or a halving at a time, or
-small gains on the way would be taken for the top. Where that finds nothing either, a setting that is as good now (within 1 %)
-and gains ≥ 10 % under a surge is taken before the surge comes. Where nothing anywhere yields 5 % of what is offered, predictions
+small gains on the way would be taken for the top. Where that finds nothing either, a depth that is as good now (within 1 %)
+and gains ≥ 10 % under a surge is taken before it comes. Where nothing anywhere yields 5 % of what is offered, predictions
 differ by noise only: the depth alone may move. Ties go to the present setting, else to the one that stands more load, else to
 the least change.
 """
@@ -27,9 +27,10 @@ TIE = 0.99
 SURGE = 3.0
 """× λ: where settings are as good now, what the next minutes may bring decides. Recorded rates triple within two ticks."""
 READY = 1.1
-"""What a setting that is as good now must gain under a surge."""
+"""What a depth that is as good now must gain under a surge."""
 LEAP = 4  # × B: how far a raise may go at once
 MOST_CANDIDATES = 17
+AROUND = 1.3  # ÷ and × the best of them, at least as far as the next candidate: an envelope of 64 is thinned to steps of 1.3
 PREFILL_SHARE = 0.8
 """Most of a step's prefill tokens that the decoding rows' own demand may take; above, the first token waits without end."""
 
@@ -42,7 +43,7 @@ class Reach:
     depth: int
     batch_limits: tuple[int, int]
     depth_limits: tuple[int, int]
-    may_raise: bool = True  # slots are what the head of the queue waits for, or nothing is
+    may_raise: bool = True  # slots are what the head of the queue waits for
     may_cut: bool = True
     one_step: bool = False
 
@@ -70,7 +71,6 @@ def certain(model: Model, ttft: float, tpot: float, reach: Reach, choice: Choice
     """Whether the predicted gain is more than the error of its prediction. The error comes from ρ and O, whose ticks scatter
     about their means, and from the finite number of times per token in z. Cost: eight evaluations, only before a move of B."""
     old, new = (reach.batch, reach.depth), (choice.batch, choice.depth)
-    model = model.under(SURGE) if choice.surge else model
 
     def gain(m: Model) -> float:
         return goodputs(m, ttft, tpot, *new)[new[1]] - goodputs(m, ttft, tpot, *old)[old[1]]
@@ -107,18 +107,19 @@ def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
 
 
 def _prepared(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice) -> Choice:
-    """A setting that is as good now and clearly better if more were offered: rates rise faster than ticks follow."""
+    """A depth that is as good now and clearly better if more were offered: rates rise faster than ticks follow. The batch
+    stays: one that no traffic has used is no better known for being predicted."""
     surge = model.under(SURGE)
     then = goodputs(surge, ttft, tpot, reach.batch, reach.depth)[reach.depth]
     if READY * then >= surge.mix.offered:
         return stay
-    found = _weighed(model, ttft, tpot, reach, *_near(reach))
-    as_good = [f for f in found if f[0] >= TIE * max(stay.present, max(g for g, _, _ in found))]
+    found = _weighed(model, ttft, tpot, reach.held(), reach.batch, reach.batch)
+    as_good = [f for f in found if f[0] >= TIE * max(stay.present, max(found)[0])]
     if not as_good:
         return stay
-    ready = _readiest(model, ttft, tpot, reach, as_good)
-    later = goodputs(surge, ttft, tpot, ready[1], ready[2])[ready[2]]
-    return Choice(ready[1], ready[2], later, then, surge=True) if later >= READY * then else stay
+    _, batch, depth = _readiest(model, ttft, tpot, reach, as_good)
+    later = goodputs(surge, ttft, tpot, batch, depth)[depth]
+    return Choice(batch, depth, later, then, surge=True) if later >= READY * then else stay
 
 
 def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
@@ -157,8 +158,7 @@ def _weighed(model: Model, ttft: float, tpot: float, reach: Reach, low: int, hig
     sizes = _sizes(model, reach, low, high)
     found = _of_sizes(model, ttft, tpot, reach, sizes)
     top = max(found)[1]
-    at = sizes.index(top)
-    around = _sizes(model, reach, sizes[max(0, at - 1)], sizes[min(len(sizes) - 1, at + 1)])
+    around = _sizes(model, reach, max(low, math.floor(top / AROUND)), min(high, math.ceil(top * AROUND)))
     return found + _of_sizes(model, ttft, tpot, reach, [n for n in around if n not in sizes])
 
 
