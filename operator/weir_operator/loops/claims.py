@@ -53,8 +53,10 @@ class Claims:
     def look(self, key: str, holder: str) -> Stand:
         """What to do about a resource whose status names `holder`; empty: nobody."""
         now = self._clock()
-        if holder in ("", self.name):
-            if holder and now - self._asked.get(key, -ASK_SECONDS) < ASK_SECONDS:
+        if holder == "":
+            return Stand.OURS  # once our name stands there
+        if holder == self.name:
+            if now - self._asked.get(key, -ASK_SECONDS) < ASK_SECONDS:
                 return Stand.WAIT
             self._asked.pop(key, None)
             self._held.add(key)
@@ -75,9 +77,11 @@ class Claims:
 
     def wrote(self, key: str, holder: str) -> None:
         """Our name was written, where `holder` stood."""
-        if key in self._held and holder not in ("", self.name):
+        if holder == "":
+            self._held.add(key)
+        elif holder != self.name and key in self._held:
             self._answers[key] = [*self._recent(key), self._clock()]
-        elif key not in self._held:
+        elif holder != self.name:
             self._asked[key] = self._clock()
 
     def _recent(self, key: str) -> list[float]:
