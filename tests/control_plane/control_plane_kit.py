@@ -95,8 +95,9 @@ class Cluster:
         ours = [line for line in found if not line["userAgent"].startswith(others)]
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
-    def quiet(self, operator: Operator, namespace: str) -> None:
-        """Wait until the status speaks of the pods that are there, the tuner has had its first say, and nothing is written."""
+    def quiet(self, operator: Operator, namespace: str, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the status speaks of the pods that are there, the tuner has had its first say, and nothing is written;
+        or until `unless`."""
         count, same = -1, 0
 
         def still() -> bool:
@@ -118,8 +119,8 @@ class Cluster:
                     return False
             return True
 
-        wait(settled, why="the controllers and the tuner have had their say")
-        wait(still, why="nothing left to do")
+        wait(lambda: unless() or settled(), why="the controllers and the tuner have had their say")
+        wait(lambda: unless() or still(), why="nothing left to do")
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
