@@ -137,7 +137,8 @@ class Cluster:
         return file
 
 
-def start_control_plane(cluster: Cluster, port: int) -> None:
+def start_control_plane(cluster: Cluster, port: int, *of_controllers: str) -> None:
+    """`of_controllers`: more flags of the controller manager."""
     folder, etcd = cluster.folder, f"http://127.0.0.1:{free_port()}"
     subprocess.run(["openssl", "genrsa", "-out", str(folder / "sa.key"), "2048"], check=True, capture_output=True)
     (folder / "tokens.csv").write_text(f'{ADMIN},admin,admin,"system:masters"\n')
@@ -162,8 +163,7 @@ def start_control_plane(cluster: Cluster, port: int) -> None:
     cluster.start(
         "controllers", f"{ASSETS}/kube-controller-manager", f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false",
         f"--service-account-private-key-file={folder}/sa.key", f"--cert-dir={folder}/kcm", "--bind-address=127.0.0.1",
-        f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400",
-        "--node-monitor-period=1s", "--node-monitor-grace-period=8s",  # a node without a word for so long is lost
+        f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400", *of_controllers,
     )
 
 
