@@ -38,6 +38,7 @@ FIRING: list[tuple[str, dict[str, str], dict[str, str], str]] = [
     ("WeirOperatorDown", {}, {}, "Nothing is reconciled"),
     ("WeirTwoLeaders", {f'weir_operator_leader{{{OPERATOR}, pod="{p}"}}': "1x60" for p in "ab"},
      {"namespace": "weir-system", "job": "weir"}, "2 replicas in weir-system"),
+    ("WeirContested", condition("Contested", "1x60"), {}, "1 InferenceDeployments are asked for"),
     ("WeirReconcileErrors", {f'weir_operator_reconciles_total{{{OPERATOR}, pod="a", result="error"}}': "0+1x60"},
      {"namespace": "weir-system", "job": "weir"}, "passes of the operator in weir-system"),
     ("WeirQueueGrowing", {f'weir_operator_queued_keys{{{OPERATOR}, pod="a"}}': "500x60"},
@@ -73,6 +74,7 @@ QUIET: list[tuple[str, dict[str, str]]] = [
                           f'weir_operator_leader{{{OPERATOR}, pod="b"}}': "1x60"}),
     ("WeirOperatorDown", {f'weir_operator_leader{{{OPERATOR}, pod="a"}}': "1x47 0x3"}),  # a takeover
     ("WeirTwoLeaders", {f'weir_operator_leader{{namespace="{n}", job="weir", pod="a"}}': "1x60" for n in ("one", "two")}),
+    ("WeirContested", condition("Contested", "0x60")),
     ("WeirReconcileErrors", {f'weir_operator_reconciles_total{{{OPERATOR}, pod="a", result="{r}"}}': v
                              for r, v in (("error", "3x60"), ("retry", "0+9x60"))}),
     ("WeirQueueGrowing", {f'weir_operator_queued_keys{{{OPERATOR}, pod="a"}}': " ".join(["900 900 0"] * 20)}),

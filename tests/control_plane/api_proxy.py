@@ -34,6 +34,7 @@ class ApiProxy:
         self.at_write: Callable[[int, str], None] = lambda _number, _moment: None
         self.seen: Counter[str] = Counter()
         self._open: set[asyncio.Transport] = set()
+        self._hushed = 0  # watches up to this number
         self._ready = threading.Event()
 
     def __enter__(self) -> ApiProxy:
@@ -57,6 +58,10 @@ class ApiProxy:
     def cut(self) -> None:
         """Break every connection that is busy now: those of the watches."""
         self._loop.call_soon_threadsafe(lambda: [transport.abort() for transport in self._open])
+
+    def hush(self) -> None:
+        """Have the watches that are open stay open and tell nothing more."""
+        self._hushed = self.seen["watches"]
 
     def go_away(self) -> None:
         """Cut them, and answer none that comes."""
@@ -89,7 +94,7 @@ class ApiProxy:
                 if self.watches_end:
                     return web.json_response({"kind": "Status", "code": self.watches_end}, status=self.watches_end)
                 async with asyncio.timeout(self.cut_after):
-                    return await self._pass_on(request)
+                    return await self._pass_on(request, watch=self.seen["watches"])
             return await self._counted(request)
         except TimeoutError:
             self.seen["cuts"] += 1
@@ -110,7 +115,9 @@ class ApiProxy:
             return _abort(request)
         return await self._pass_on(request, lambda: self.at_write(number, "after"))
 
-    async def _pass_on(self, request: web.Request, answered: Callable[[], None] = lambda: None) -> web.StreamResponse:
+    async def _pass_on(
+        self, request: web.Request, answered: Callable[[], None] = lambda: None, watch: int | None = None,
+    ) -> web.StreamResponse:
         headers = {k: v for k, v in request.headers.items() if k.lower() not in ("host", "content-length", "transfer-encoding")}
         target = self._cluster.url + request.raw_path
         body, unasked = await request.read() or None, {"Content-Type", "Accept-Encoding"}
@@ -124,6 +131,8 @@ class ApiProxy:
                 return _abort(request)
             await out.prepare(request)
             async for chunk in answer.content.iter_any():
+                if watch is not None and watch <= self._hushed:
+                    await asyncio.Event().wait()  # until whoever watches gives up
                 await out.write(chunk)
             await out.write_eof()
             return out

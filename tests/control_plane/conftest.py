@@ -34,7 +34,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     port = free_port()
     made = Cluster(tmp_path_factory.mktemp("control-plane"), f"https://127.0.0.1:{port}")
     try:
-        start_control_plane(made, port)
+        lost = ("--node-monitor-period=1s", "--node-monitor-grace-period=8s")  # a node without a word for so long
+        start_control_plane(made, port, *lost)
         made.kubectl("apply", "--server-side", "-f", str(ROOT / "crds"))
         made.kubectl("wait", "--for=condition=Established", "crd/inferencedeployments.weir.dev", "--timeout=30s")
         yield made

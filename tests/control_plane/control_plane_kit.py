@@ -95,8 +95,9 @@ class Cluster:
         ours = [line for line in found if not line["userAgent"].startswith(others)]
         return [line for line in ours if line["objectRef"]["resource"] != "leases" and line["verb"] in WRITES]
 
-    def quiet(self, operator: Operator, namespace: str) -> None:
-        """Wait until the status speaks of the pods that are there, the tuner has had its first say, and nothing is written."""
+    def quiet(self, operator: Operator, namespace: str, unless: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the status speaks of the pods that are there, the tuner has had its first say, and nothing is written;
+        or until `unless`."""
         count, same = -1, 0
 
         def still() -> bool:
@@ -118,8 +119,8 @@ class Cluster:
                     return False
             return True
 
-        wait(settled, why="the controllers and the tuner have had their say")
-        wait(still, why="nothing left to do")
+        wait(lambda: unless() or settled(), why="the controllers and the tuner have had their say")
+        wait(lambda: unless() or still(), why="nothing left to do")
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
@@ -136,7 +137,8 @@ class Cluster:
         return file
 
 
-def start_control_plane(cluster: Cluster, port: int) -> None:
+def start_control_plane(cluster: Cluster, port: int, *of_controllers: str) -> None:
+    """`of_controllers`: more flags of the controller manager."""
     folder, etcd = cluster.folder, f"http://127.0.0.1:{free_port()}"
     subprocess.run(["openssl", "genrsa", "-out", str(folder / "sa.key"), "2048"], check=True, capture_output=True)
     (folder / "tokens.csv").write_text(f'{ADMIN},admin,admin,"system:masters"\n')
@@ -161,8 +163,7 @@ def start_control_plane(cluster: Cluster, port: int) -> None:
     cluster.start(
         "controllers", f"{ASSETS}/kube-controller-manager", f"--kubeconfig={cluster.kubeconfig}", "--leader-elect=false",
         f"--service-account-private-key-file={folder}/sa.key", f"--cert-dir={folder}/kcm", "--bind-address=127.0.0.1",
-        f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400",
-        "--node-monitor-period=1s", "--node-monitor-grace-period=8s",  # a node without a word for so long is lost
+        f"--secure-port={free_port()}", "--kube-api-qps=200", "--kube-api-burst=400", *of_controllers,
     )
 
 

@@ -115,6 +115,24 @@ def test_what_happened_in_a_gap_that_no_watch_can_tell_of_is_made_up_for(
     assert "Traceback" not in operator.log
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_watches_that_fall_silent_are_noticed(cluster: Cluster, namespace: str, proxy: ApiProxy) -> None:
+    """They alone: the Lease is renewed all the while, and so gives nothing away."""
+    operator = behind(cluster, namespace, proxy)
+    cluster.apply(resource(), namespace)
+    settled(cluster, operator, namespace)
+    cluster.quiet(operator, namespace)
+    proxy.hush()
+    edit(cluster, namespace, 4)
+    began = time.monotonic()
+    wait(lambda: acted(cluster, namespace, 4), 150, "a silent watch is noticed")
+    print(f"noticed {time.monotonic() - began:.0f} s after the watches fell silent")
+    assert operator.metric("weir_operator_takeovers_total") == 1
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
 @pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_an_api_server_that_ends_and_begins_again(cluster: Cluster, namespace: str, seconds: int) -> None:
     operator = Operator(cluster, namespace).start()

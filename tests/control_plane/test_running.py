@@ -1,4 +1,4 @@
-"""Two replicas, one leader: take-over, the pods' own fence, watches that fall silent."""
+"""Two replicas, one leader: take-over, the pods' own fence, connections that fall silent."""
 
 from __future__ import annotations
 
@@ -77,10 +77,9 @@ async def test_a_paused_leader_that_wakes_up_moves_no_knob(cluster: Cluster, nam
         assert "Traceback" not in operator.log
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_watches_that_fall_silent_are_noticed(cluster: Cluster, namespace: str) -> None:
-    """Every open connection goes silent without an end: the change that no watch tells of is acted on all the same."""
+def test_connections_that_fall_silent_are_given_up(cluster: Cluster, namespace: str) -> None:
+    """Every open connection stays open and says nothing more, as behind a firewall that forgot them: those of the Lease, by
+    which it is noticed first, and those of the watches."""
     target = urlsplit(cluster.url)
     with FrozenProxy(str(target.hostname), int(target.port or 0)) as proxy:
         operator = Operator(cluster, namespace, "behind", through(cluster, proxy.port, "behind")).start()
@@ -91,6 +90,6 @@ def test_watches_that_fall_silent_are_noticed(cluster: Cluster, namespace: str) 
         proxy.freeze()
         edit(cluster, namespace, 4)
         began = time.monotonic()
-        wait(lambda: acted(cluster, namespace, 4), 150, "a silent watch is noticed")
-        print(f"noticed {time.monotonic() - began:.0f} s after the connections fell silent")
+        wait(lambda: acted(cluster, namespace, 4), 150, "it goes on over new connections")
+        print(f"acted {time.monotonic() - began:.0f} s after the connections fell silent")
         assert operator.stop() == 0

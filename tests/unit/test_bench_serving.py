@@ -31,8 +31,9 @@ RIVAL = Path(__file__).with_name("rival.py")
 # ---------------------------------------------------------------- arithmetic
 
 
-def cell(server="weir", round=0, clients=8, tps=100.0, itl=0.05, ttft=1.0, output=64):
-    return Cell(server, round, clients, clients, 128, output, 2.0, tps, ttft, ttft, itl, itl, itl, 7.0, 1.0, 0.0, 0.0, 2.0)
+def cell(server="weir", round=0, clients=8, tps=100.0, itl=0.05, ttft=1.0, output=64, **more):
+    times = 2.0, tps, ttft, ttft, itl, itl, itl
+    return Cell(server, round, clients, clients, 128, output, *times, 7.0, 1.0, 0.0, 0.0, 2.0, **more)
 
 
 def server(name="weir", system="weir", precision="float32", weights=400.0, kv=1.0):
@@ -79,7 +80,7 @@ SHAPE = Shape(layers_parameters=80, head_parameters=20, layers=2, heads_width=3,
 
 def test_shares_of_roofs_worked_by_hand():
     """8 rows of 128 + 64 ÷ 2 = 160 tokens, a step of 0.05 s: 400 + 8 · 160 bytes; 8 · (2 · 100 + 4 · 2 · 3 · 160)."""
-    read, fma = decode_shares(cell(), server(), SHAPE, Roofs(2, read=67200.0, fma=1e6, gemm=5e5))
+    read, fma = decode_shares(cell(read_roof=67200.0, fma_roof=1e6), server(), SHAPE)
     assert (read.roof, read.share) == ("read", pytest.approx((400 + 8 * 160) / 0.05 / 67200))
     assert read.share == pytest.approx(0.5)
     flops = 8 * (200 + 3840)
@@ -89,7 +90,14 @@ def test_shares_of_roofs_worked_by_hand():
     prefill = prefill_share(cell(output=1), server(), SHAPE, Roofs(2, 1.0, 1.0, gemm=1e6))
     assert prefill.share == pytest.approx(8 * SHAPE.prefill_flops(128) / 2.0 / 1e6)
     assert prefill_share(cell(output=1), server(), SHAPE, Roofs(2, 1.0, 1.0)) is None, "an unknown roof is no roof"
-    assert decode_shares(cell(itl=None), server(), SHAPE, Roofs(2, 1.0, 1.0)) == []
+    assert decode_shares(cell(itl=None, read_roof=1.0, fma_roof=1.0), server(), SHAPE) == []
+    assert decode_shares(cell(), server(), SHAPE) == [], "nor is one that was not measured"
+
+
+def test_a_share_is_of_the_roof_beside_it_and_the_median_counts():
+    """The machine gave twice as much in the second round, and the server took twice as much of it."""
+    kind = [cell(itl=0.05, read_roof=67200.0), cell(itl=0.025, read_roof=134400.0), cell(read_roof=1e9)]
+    assert [s.share for s in figures.median_shares(kind, server(), SHAPE)] == [pytest.approx(0.5)]
 
 
 def test_the_shape_of_smollm2_is_what_its_weights_weigh():
@@ -207,7 +215,8 @@ async def test_a_table_is_written_in_its_shape_and_said_on_both_pages(tmp_path):
     assert {(c.figure, c.clients) for c in doc.claims} == {(f, n) for f in figures.FASTER_IS_LESS for n in (1, 4)}
     assert all(c.ratio.n == 2 for c in doc.claims)
     if doc.roofs:
-        assert len(doc.roofs_measured) == 3 and doc.roofs.read == max(m.read for m in doc.roofs_measured)
+        assert len(doc.roofs_measured) == len(doc.cells) + 1 and doc.roofs.read == max(m.read for m in doc.roofs_measured)
+        assert all(c.read_roof <= doc.roofs.read and c.fma_roof <= doc.roofs.fma for c in doc.cells)
         assert {s.roof for s in doc.shares} == {"read", "fma", "gemm"}
     assert path.with_suffix(".png").stat().st_size > 10_000
     docs = tmp_path / "docs"

@@ -53,6 +53,25 @@ def test_an_older_event_does_not_overwrite_a_newer_object() -> None:
     assert store.get("Service", "ns", "a")["metadata"]["uid"] == "another"
 
 
+def test_autoscalers_of_others_are_found_by_what_they_scale() -> None:
+    """A label comes first: what is ours has it, and what KEDA makes for a ScaledObject of ours has it copied."""
+    store = Store()
+
+    def scaler(name: str, kind: str, target: str, owner: str = "", **labels: str) -> None:
+        found = obj(name, uid=name, **labels)
+        found["metadata"]["ownerReferences"] = [{"uid": owner}] if owner else []
+        store.put("HorizontalPodAutoscaler", {**found, "spec": {"scaleTargetRef": {"kind": kind, "name": target}}})
+
+    scaler("own", "Deployment", "chat", owner="u", **{"weir.dev/name": "chat"})
+    scaler("on-deployment", "Deployment", "chat")
+    scaler("on-resource", "InferenceDeployment", "chat")
+    scaler("on-set", "StatefulSet", "chat")
+    scaler("on-another", "Deployment", "other")
+    assert [o["metadata"]["name"] for o in store.autoscalers("ns/chat", "u")] == ["on-deployment", "on-resource"]
+    scaler("on-deployment", "Deployment", "other")
+    assert [o["metadata"]["name"] for o in store.autoscalers("ns/chat", "u")] == ["on-resource"]
+
+
 def test_a_fresh_list_drops_what_no_watch_reported_as_deleted() -> None:
     store = Store()
     for name in ("a", "b"):

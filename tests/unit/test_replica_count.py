@@ -52,6 +52,15 @@ def there(number: int, *pods: Any, **more: Any) -> Observed:
     return Observed(deployment={"spec": {"replicas": number}, "metadata": {}}, pods=pods, **more)
 
 
+def hpa(kind: str, made_by: str = "") -> dict[str, Any]:
+    owners = [{"kind": "ScaledObject", "name": made_by, "uid": "k"}] if made_by else []
+    spec = {"scaleTargetRef": {"kind": kind, "name": "chat"}}
+    return {"metadata": {"name": "theirs", "ownerReferences": owners}, "spec": spec}
+
+
+ON_DEPLOYMENT, ON_RESOURCE = {"autoscalers": (hpa("Deployment"),)}, {"autoscalers": (hpa(names.KIND),)}
+
+
 def pod(name: str, cost: str | None = None) -> dict[str, Any]:
     return {"metadata": {"name": name, "uid": name, "annotations": {names.DELETION_COST: cost} if cost else {}}}
 
@@ -71,6 +80,13 @@ def pod(name: str, cost: str | None = None) -> dict[str, Any]:
     (resource(OWN, {"conditions": said(0, "ByOperator")["conditions"]}), there(5), 5),  # somebody cleared the number
     (resource({"mode": "External"}, said(4, "ByOperator")), there(5), 5),
     (resource({"mode": "Disabled"}, said(4, "ByOperator"), replicas=3), there(5), 3),
+    (resource(OWN, said(3, "ByOperator")), there(5, **ON_DEPLOYMENT), 5),  # somebody else's: it is there, so it says how many
+    (resource(OWN, said(3, "ByOperator")), there(8, **ON_DEPLOYMENT), 8),  # and its bounds are its own
+    (resource(OWN, said(3, "AnotherOnDeployment")), there(5), 5),  # it is gone: taken over as it is
+    (resource(OWN, said(3, "ByOperator")), there(5, **ON_RESOURCE), 3),
+    (resource(OWN, said(3, "AnotherOnResource")), there(5), 3),
+    (resource({"mode": "Disabled"}, replicas=3), there(5, **ON_DEPLOYMENT), 5),
+    (resource({"mode": "Disabled"}, replicas=3), there(5, **ON_RESOURCE), 3),
 ])
 def test_one_owner_says_how_many(found: Any, seen: Observed, wanted: int) -> None:
     assert wanted_replicas(found, seen) == wanted
@@ -85,6 +101,7 @@ def test_the_deployment_follows_the_status_and_a_report_only_the_status() -> Non
     assert status(found, seen)["desiredReplicas"] == 5
     assert desired_replicas(resource(OWN, said(3, "ByOperator"), generation=2), seen) == 3, "it is of another spec"
     assert desired_replicas(resource({"mode": "External"}), seen) == 3
+    assert desired_replicas(found, replace(seen, **ON_DEPLOYMENT)) == 3, "it has another owner"
 
 
 @pytest.mark.parametrize(("found", "seen", "reason", "truth"), [
@@ -97,10 +114,29 @@ def test_the_deployment_follows_the_status_and_a_report_only_the_status() -> Non
     (resource(OWN, said(6, "AtMaximum")), there(6, tuning=TuningReport({}, 1, 1, scaling=Scaling.ENOUGH)), "ByOperator", True),
     (resource(OWN), there(2, scalable=False), "FixedHere", False),
     (resource({"mode": "External"}), there(2, scalable=False), "FixedHere", False),
+    (resource(OWN), there(2, **ON_DEPLOYMENT), "AnotherOnDeployment", True),
+    (resource({"mode": "Disabled"}), there(2, **ON_DEPLOYMENT), "AnotherOnDeployment", True),
+    (resource({"mode": "External"}), there(2, **ON_DEPLOYMENT), "OnDeployment", True),
+    (resource(OWN), there(2, **ON_RESOURCE), "AnotherOnResource", True),
+    (resource({"mode": "Disabled"}), there(2, **ON_RESOURCE), "BySpec", False),
+    (resource(OWN, said(2, "AnotherOnResource")), there(2), "ByOperator", True),
 ])
 def test_the_condition_says_who(found: Any, seen: Observed, reason: str, truth: bool) -> None:
     condition = owner(found, seen)
     assert (condition.reason, condition.status) == (reason, truth)
+
+
+def test_an_autoscaler_of_somebody_elses_is_named_with_who_made_it() -> None:
+    seen = there(4, autoscalers=(hpa("Deployment", "chat"),))
+    assert owner(resource(OWN), seen).message.startswith("HorizontalPodAutoscaler theirs of ScaledObject chat sets the number")
+
+
+def test_what_another_autoscaler_owns_is_left_out_of_what_is_applied() -> None:
+    for mode in (OWN, {"mode": "Disabled"}):
+        made = children(resource(mode), Defaults("i", "t"), there(5, **ON_DEPLOYMENT))
+        [spec] = [m["spec"] for m in made if m["kind"] == "Deployment"]
+        assert "replicas" not in spec
+    assert marks(resource(OWN, said(2, "ByOperator")), there(4, pod("a"), **ON_DEPLOYMENT)) == []
 
 
 def test_a_pause_is_said_where_it_holds_the_number() -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from weir_server.kv.shape import Need, Room
 from weir_server.link.errors import UserError
 from weir_server.policy.admit import PASSES
-from weir_server.policy.limits import CHUNK_DECODING, CHUNK_IDLE, Limits, context_per_slot, token_budget
+from weir_server.policy.limits import BEGINNING, CHUNK_DECODING, CHUNK_IDLE, Limits, context_per_slot, token_budget
 from weir_server.policy.pressure import stalled_victims
 from weir_server.policy.state import Running, State
 from weir_server.policy.state import Waiting as Asks
@@ -17,7 +17,7 @@ from weir_server.policy.step import decide
 
 
 def decoding(need: int = 0, computed: int = 10, frees: int = 0, pages: int = 1, **more: int) -> Running:
-    return Running(left=0, need=need, pages=pages, computed=computed, frees=Room(frees), **more)
+    return Running(left=0, need=need, pages=pages, computed=computed, frees=Room(frees), **{"generated": 5, **more})
 
 
 def Waiting(left: int, need: int, lane: int = 1, passed: int = 0) -> Asks:
@@ -51,6 +51,12 @@ def test_the_chunk_is_large_while_nothing_decodes_and_small_while_something_does
     assert decide(state([decoding(), prefilling(2000)])).take == (1, CHUNK_DECODING)
 
 
+def test_rows_that_have_just_begun_wait_for_those_that_came_with_them() -> None:
+    begun = [decoding(generated=1), decoding(generated=BEGINNING)]
+    assert decide(state([*begun, prefilling(2000)])).take == (1, 1, CHUNK_IDLE)
+    assert decide(state([*begun, decoding(generated=BEGINNING + 1), prefilling(2000)])).take == (1, 1, 1, CHUNK_DECODING)
+
+
 def test_prefill_first_takes_the_large_chunk_even_while_something_decodes() -> None:
     assert decide(state([decoding(), prefilling(2000)], limits=Limits(1000, prefill_first=True))).take == (1, CHUNK_IDLE)
     assert decide(state([decoding(), prefilling(2000)], limits=Limits(512, prefill_first=True))).take == (0, 512)
@@ -70,7 +76,8 @@ def test_chunk_zero_takes_prompts_whole_and_splits_only_what_no_step_could_hold(
 
 
 def test_several_prompts_share_a_chunk_in_order() -> None:
-    plan = decide(state([decoding(), prefilling(40)], [Waiting(left=20, need=2), Waiting(left=90, need=6)]))
+    queue = [Waiting(left=20, need=2), Waiting(left=90, need=6)]
+    plan = decide(state([decoding(), prefilling(40)], queue, limits=Limits(1000, chunk=64)))
     assert (plan.take, plan.admit, plan.bound) == ((1, 40), ((0, 20), (1, 4)), None)
 
 

@@ -98,9 +98,9 @@ class Shape:
         return prompt * (2.0 * self.layers_parameters + self.attention_flops((prompt + 1) / 2)) + 2.0 * self.head_parameters
 
 
-def decode_shares(cell: Cell, server: Server, shape: Shape, roofs: Roofs) -> list[Share]:
+def decode_shares(cell: Cell, server: Server, shape: Shape) -> list[Share]:
     """A step of `clients` rows takes one ITL p50: it reads the weights once and each row's KV (read roof), and computes each
-    row (fma roof). Which of the two limits depends on the rows; both are said."""
+    row (fma roof). Which of the two limits depends on the rows; both are said. None where no roof was measured beside it."""
     if not cell.itl_p50:
         return []
     context = cell.prompt + cell.output / 2
@@ -109,8 +109,9 @@ def decode_shares(cell: Cell, server: Server, shape: Shape, roofs: Roofs) -> lis
     return [
         Share(server.name, "decode", cell.clients, roof, rate / top, flops / cell.itl_p50, flops / read)
         for roof, rate, top in (
-            ("read", read / cell.itl_p50, roofs.read), ("fma", flops / cell.itl_p50, roofs.fma),
+            ("read", read / cell.itl_p50, cell.read_roof), ("fma", flops / cell.itl_p50, cell.fma_roof),
         )
+        if top
     ]  # fmt: skip
 
 
@@ -121,6 +122,13 @@ def prefill_share(cell: Cell, server: Server, shape: Shape, roofs: Roofs) -> Sha
     flops = cell.requests * shape.prefill_flops(cell.prompt) / cell.seconds
     intensity = cell.requests * shape.prefill_flops(cell.prompt) / server.weights_bytes
     return Share(server.name, "prefill", cell.clients, "gemm", flops / roofs.gemm, flops, intensity)
+
+
+def median_shares(cells: Sequence[Cell], server: Server, shape: Shape) -> list[Share]:
+    """Of each roof the (lower) median of what cells of one kind reached, each under the roof that was measured beside it."""
+    each = [share for c in cells for share in decode_shares(c, server, shape)]
+    kinds = [[s for s in each if s.roof == roof] for roof in dict.fromkeys(s.roof for s in each)]
+    return [sorted(kind, key=lambda s: s.share)[(len(kind) - 1) // 2] for kind in kinds]
 
 
 def median_cell(cells: Sequence[Cell], server: str, clients: int, output: int, figure: str) -> Cell | None:

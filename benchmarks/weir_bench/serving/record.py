@@ -39,7 +39,8 @@ class Cell(msgspec.Struct, frozen=True):
     """One server under one load, once. Seconds, tokens a second over the wall time of all (prefill included).
 
     forward_rows: tokens generated for each forward pass, by the server's counters; events: events for each token, 1 where each
-    token came alone; generator_*: the load generator's own lag and share of a core; server_cpu: cores that the server used.
+    token came alone; generator_*: the load generator's own lag and share of a core; server_cpu: cores that the server used;
+    *_roof: what the machine gave beside it, the better of just before and just after (147).
     """
 
     server: str
@@ -60,6 +61,8 @@ class Cell(msgspec.Struct, frozen=True):
     generator_lag_p99: float
     generator_cpu: float
     server_cpu: float
+    read_roof: float | None = None
+    fma_roof: float | None = None
 
 
 class Claim(msgspec.Struct, frozen=True):

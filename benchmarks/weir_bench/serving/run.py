@@ -75,15 +75,16 @@ class Run:
                 able.append(contender)
         return able
 
-    async def measure_roofs(self, seconds: float = 0.7) -> None:
-        """Once more; the first time also the best matrix product. Without a C compiler there are none."""
+    async def measure_roofs(self, seconds: float = 0.3) -> Roofs | None:
+        """Once more; the first time also the best matrix product. None without a C compiler."""
         if self._program is None:
             self._program = await asyncio.to_thread(roofs.build, self.setting.folder)
             if self._program is None:
                 self.say("no roofs: there is no C compiler")
-                return
+                return None
             self.gemm = max(self.gemm or 0.0, await asyncio.to_thread(roofs.gemm_peak))
         self.roofs.append(await asyncio.to_thread(roofs.measure, self._program, seconds))
+        return self.roofs[-1]
 
     def before(self, name: str) -> Document | None:
         """What the table's raw JSON holds already, if it is to be added to. Raises ServerError where that was measured with

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
+
+from weir_bench import roofs
 from weir_bench.serving import figures, picture, rounds
 from weir_bench.serving.peers import Contender
 from weir_bench.serving.record import OUTPUT, PROMPT, Cell, Server, Share
@@ -42,15 +45,16 @@ async def measure(run: Run, name: str, wanted: Sequence[Contender], clients: Seq
     cells: list[Cell] = list(earlier.cells) if earlier else []
     first = 1 + max((c.round for c in cells), default=-1)
     async with rounds.all_up(able, run.setting) as up:
-        await run.measure_roofs()
-        last = 0
+        before = await run.measure_roofs()
         for round, load, server in figures.turns(run.form.rounds, loads, list(up)):
-            if round != last:
-                await run.measure_roofs()
-                last = round
-            cells.append(await rounds.load(up[server], first + round, load.clients, load.requests, output=load.output))
-            run.say(line(cells[-1]))
-        await run.measure_roofs()
+            cell = await rounds.load(up[server], first + round, load.clients, load.requests, output=load.output)
+            after = await run.measure_roofs()
+            if before and after:
+                beside = roofs.best([before, after])
+                cell = msgspec.structs.replace(cell, read_roof=beside.read, fma_roof=beside.fma)
+            cells.append(cell)
+            run.say(line(cell))
+            before = after
         servers = rounds.by_name(up)
         shape = rounds.peers.shape_of(run.setting.path)
     claims, shares = figures.claims(cells, servers, clients, OUTPUT), roof_shares(cells, servers, shape, run)
@@ -62,14 +66,13 @@ async def measure(run: Run, name: str, wanted: Sequence[Contender], clients: Seq
 
 
 def roof_shares(cells: Sequence[Cell], servers: Sequence[Server], shape: figures.Shape, run: Run) -> list[Share]:
-    """Of each server's median cells."""
     best, shares = run.best_roofs(), list[Share]()
     if best is None:
         return []
     for server in servers:
-        for n in dict.fromkeys(c.clients for c in cells if c.output > 1):
-            if cell := figures.median_cell(cells, server.name, n, OUTPUT, "itl_p50"):
-                shares += figures.decode_shares(cell, server, shape, best)
+        own = [c for c in cells if c.server == server.name]
+        for n in dict.fromkeys(c.clients for c in own if c.output > 1):
+            shares += figures.median_shares([c for c in own if (c.clients, c.output) == (n, OUTPUT)], server, shape)
         if cell := figures.median_cell(cells, server.name, PREFILL.clients, PREFILL.output, "seconds"):
             share = figures.prefill_share(cell, server, shape, best)
             shares += [share] if share else []

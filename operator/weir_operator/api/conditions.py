@@ -52,7 +52,22 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
         "CapacityUnknown": (
             "The operator sets the number of pods and holds it: too few pods answer, or nothing is known of what one can do."
         ),
+        "AnotherOnDeployment": (
+            "An autoscaler that Weir did not make has the Deployment as its target. It sets the number of pods, whatever "
+            "autoscaling.mode says, until it is deleted: set the mode to External to keep it."
+        ),
+        "AnotherOnResource": (
+            "The operator sets the number of pods. An autoscaler that has the resource as its target writes spec.replicas "
+            "without effect: delete it, or set autoscaling.mode to Disabled."
+        ),
         "FixedHere": "Local mode starts a fixed number of servers: nothing on this machine spreads requests over more.",
+    },
+    "Contested": {
+        "OneOperator": "No other operator asks for this resource.",
+        "OtherOperator": (
+            "Another operator serves this namespace, too. The one that status.operator names goes on, the other leaves this "
+            "resource alone and asks again every ten minutes: give each namespaces of its own, or remove one."
+        ),
     },
     "IntegrationsReady": {
         "Complete": "Whatever the spec asks for of other projects' kinds is made.",

@@ -5,8 +5,8 @@ No handler here sets a finalizer, posts an Event or keeps progress on an object:
 kopf runs in a thread with an event loop of its own: it takes the process' signals where it can, it cancels every task of its
 loop when it ends, and it ends for good at a 404, as when the definition goes. Here it is begun again instead, as soon as the
 API server serves the definition. (Its own scan of definitions looks once per event, and misses one that is announced before it
-is served.) Its end may never come: a task of its own may swallow its cancellation, and kopf asks it again for ever. So its end
-has a deadline, after which its loop is left as it is.
+is served.) Its end may never come: kopf cancels each of its tasks once and then waits, and a stream that is between two watches
+takes that for the end of its own waiting and goes on. So its end has a deadline, after which what is left is cancelled again.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import kopf
 from kubernetes.aio.client import Configuration
 
 from weir_operator.api import names
-from weir_operator.io.kube import ApiError, Unreachable, resource_of
+from weir_operator.io.kube import REQUEST_SECONDS, ApiError, Unreachable, resource_of
 from weir_operator.loops.queue import WorkQueue
-from weir_operator.loops.store import CHILD_KINDS, Store, key_of, owner_key
+from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Store, key_of, owner_key
 
 SILENT_SECONDS = 70.0
 """The API server sends a bookmark every minute: a watch that says nothing for longer is dead, and is begun anew."""
 AGAIN_SECONDS = 2.0
 """Between the end of the watches, or a look for a definition that is not there, and the next beginning."""
-END_SECONDS = 12.0
-"""From a stop, or from the end of kopf's watches, to its own end: it gives 5 seconds to what it calls hung, then one to each
-cancellation."""
+END_SECONDS, TURNS, TURN_SECONDS = 9.0, 3, 1.0
+"""From a stop, or from the end of one of kopf's parts, to its own end: it gives 5 seconds to what it calls hung. Then how
+often, and for how long, what is left is cancelled."""
 log = logging.getLogger(__name__)
 _CHILDREN = {kind: resource_of(kind) for kind in ("Pod", *CHILD_KINDS)}
 
@@ -44,13 +44,15 @@ def _settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
     settings.watching.inactivity_timeout = SILENT_SECONDS
+    settings.networking.request_timeout = REQUEST_SECONDS  # of a list: no watch begins before it
     settings.networking.error_backoffs = [delay * random.uniform(0.8, 1.2) for delay in (1, 1, 2, 3, 5, 8, 13, 21)]
     settings.process.ultimate_exiting_timeout = None  # the process is ours; it would be killed with every task in it
     settings.persistence.finalizer = f"{names.GROUP}/kopf-finalizer"
     settings.persistence.progress_storage = kopf.AnnotationsProgressStorage(prefix=f"kopf.{names.GROUP}")
     settings.persistence.diffbase_storage = kopf.AnnotationsDiffBaseStorage(prefix=f"kopf.{names.GROUP}")
-    for group, version, plural in _CHILDREN.values():
-        settings.watching.label_selectors[(group, version, plural)] = names.MANAGED_SELECTOR
+    for kind, resource in _CHILDREN.items():
+        if kind not in ALL_OF:
+            settings.watching.label_selectors[resource] = names.MANAGED_SELECTOR
     return settings
 
 
@@ -86,7 +88,8 @@ def _registry(store: Store, queue: WorkQueue, login: Any, missed: Callable[[], N
     kopf.on.event(names.GROUP, names.VERSION, names.PLURAL, id="resource", registry=registry)(watcher(names.KIND))
     managed: Any = {names.MANAGED_LABEL: "true"}
     for kind, (group, version, plural) in _CHILDREN.items():
-        kopf.on.event(group, version, plural, id=kind.lower(), labels=managed, registry=registry)(watcher(kind))
+        labels = None if kind in ALL_OF else managed
+        kopf.on.event(group, version, plural, id=kind.lower(), labels=labels, registry=registry)(watcher(kind))
     return registry
 
 
@@ -132,7 +135,7 @@ async def watch(
 
 
 async def _until(stop: asyncio.Event, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
-    """kopf in a thread, until `stop` is set. Raises what kopf ended with, RuntimeError if it did not end in time."""
+    """kopf in a thread, until `stop` is set. Raises what kopf ended with, RuntimeError if it did not end by itself."""
     loop, ending = asyncio.new_event_loop(), asyncio.Event()
     running = asyncio.create_task(asyncio.to_thread(_run, loop, registry, namespaces, ending))
     stopped = asyncio.create_task(stop.wait())
@@ -148,15 +151,13 @@ async def _until(stop: asyncio.Event, registry: kopf.OperatorRegistry, namespace
 def _run(
     loop: asyncio.AbstractEventLoop, registry: kopf.OperatorRegistry, namespaces: Sequence[str], ending: asyncio.Event,
 ) -> None:
-    """kopf in `loop`, to its end or END_SECONDS after `ending`, which is set by its cleanup, too: its watches are gone then."""
-
-    async def over(**_: Any) -> None:
-        ending.set()
+    """kopf in `loop`, until `ending` is set or one of its parts ends, and then to the end of all, for END_SECONDS + TURNS ·
+    TURN_SECONDS at most."""
 
     async def to_its_end() -> None:
-        kopf.on.cleanup(registry=registry)(over)
-        ended = asyncio.create_task(ending.wait())
-        operator = asyncio.create_task(kopf.operator(
+        before, asked = asyncio.all_tasks(), asyncio.create_task(ending.wait())
+        ours = {*before, asked}
+        parts = await kopf.spawn_tasks(
             registry=registry,
             settings=_settings(),
             clusterwide=not namespaces,
@@ -165,14 +166,26 @@ def _run(
             # of its peering, which is off: unset, kopf asks for the user's name, and a container's user may have none
             identity="weir-operator",  # type: ignore[arg-type]
             stop_flag=ending,
-        ))
-        await asyncio.wait([operator, ended], return_when=asyncio.FIRST_COMPLETED)
-        if not (await asyncio.wait([operator], timeout=END_SECONDS))[0]:
-            raise RuntimeError(f"kopf did not end within {END_SECONDS:.0f} s, and is left behind")
+        )
+        operator = asyncio.create_task(kopf.run_tasks(parts, ignored=ours))
+        await asyncio.wait([*parts, asked], return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        await asyncio.wait([operator], timeout=END_SECONDS)
+        for _ in range(TURNS):
+            if left := asyncio.all_tasks() - ours:
+                for task in left:
+                    task.cancel()
+                await asyncio.wait(left, timeout=TURN_SECONDS)
+        if left := asyncio.all_tasks() - ours:
+            raise RuntimeError(f"{len(left)} of kopf's tasks do not end, and are left behind")
+        if operator.cancelled():
+            raise RuntimeError(f"kopf did not end by itself within {END_SECONDS:.0f} s")
         operator.result()
 
     loop.set_exception_handler(lambda _loop, context: log.debug("left behind by kopf: %s", context["message"]))
     try:
         loop.run_until_complete(to_its_end())
     finally:
+        with contextlib.suppress(TimeoutError):  # connections are closed by the streams that hold them
+            loop.run_until_complete(asyncio.wait_for(loop.shutdown_asyncgens(), TURN_SECONDS))
         loop.close()

@@ -48,7 +48,9 @@ LOAD = Gauge(
     "absent while unknown, and where spec.autoscaling.mode is Disabled.", _RESOURCE,
 )
 
-CONDITIONS = ("Ready", "Available", "Degraded", "MetricsAvailable", "SLOMet", "Saturated", "Paused", "KnobsUnsupported")
+CONDITIONS = (
+    "Ready", "Available", "Degraded", "MetricsAvailable", "SLOMet", "Saturated", "Paused", "KnobsUnsupported", "Contested",
+)
 """Exported of each resource: what alerts and overviews ask for."""
 
 

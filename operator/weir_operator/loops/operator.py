@@ -87,19 +87,19 @@ class ClusterSink:
 
 
 class Subjects:
-    """Every resource that can be read, with the control ports of its own running pods: ready or not, a pod is remembered
-    until it is gone. Disabled resources too: they get a fallback."""
+    """Every resource that is `ours` and can be read, with the control ports of its own running pods: ready or not, a pod is
+    remembered until it is gone. Disabled resources too: they get a fallback."""
 
-    def __init__(self, store: Store, key: bytes) -> None:
-        self._store, self._key = store, key
+    def __init__(self, store: Store, key: bytes, ours: Callable[[str], bool]) -> None:
+        self._store, self._key, self._ours = store, key, ours
         self._parsed: dict[str, tuple[str, InferenceDeployment | None]] = {}
 
     def __call__(self) -> Iterable[Subject]:
         raws = {key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]): raw for raw in self._store.resources()}
         self._parsed = {where: known for where, known in self._parsed.items() if where in raws}
         for where, raw in raws.items():
-            if (resource := self._read(where, raw)) is None:
-                continue  # its status says why
+            if not self._ours(where) or (resource := self._read(where, raw)) is None:
+                continue  # another operator's; or its status says why
             token = pod_token(self._key, resource.metadata.uid)
             endpoints = tuple(
                 Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token, is_ready(pod))
@@ -111,9 +111,11 @@ class Subjects:
     def _count(self, where: str, resource: InferenceDeployment) -> int | None:
         """How many pods are wanted, where the operator sets that and the Deployment is there."""
         deployment = self._store.get("Deployment", *where.split("/", 1))
-        if not internal(resource) or deployment is None or not owned_by(deployment, resource.metadata.uid):
+        uid = resource.metadata.uid
+        seen = Observed(deployment=deployment, autoscalers=self._store.autoscalers(where, uid))
+        if not internal(resource, seen) or deployment is None or not owned_by(deployment, uid):
             return None
-        return wanted_replicas(resource, Observed(deployment=deployment))
+        return wanted_replicas(resource, seen)
 
     def _read(self, where: str, raw: Mapping[str, Any]) -> InferenceDeployment | None:
         """The typed resource, read once for each version: this runs at every poll."""
@@ -200,6 +202,7 @@ def enqueue_all(store: Store, queue: WorkQueue) -> None:
 def take_over(reconciler: Reconciler, queue: WorkQueue) -> None:
     """At the start of a time as leader. Reports of an earlier one are old: another has written since."""
     reconciler.reports.clear()
+    reconciler.claims.forget_all()
     enqueue_all(reconciler.store, queue)
 
 
@@ -240,7 +243,8 @@ async def run(
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store, (rounds.heard, *listeners))
-            tuner = TunerLoop(client, Subjects(store, key), lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
+            subjects = Subjects(store, key, reconciler.claims.holds)
+            tuner = TunerLoop(client, subjects, lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
             writers = [
                 resync.then(tuner.run), resync.then(queue.run), resync.run(), resync.then(resync.discover),
                 reconciler.events.run(), heartbeat(),

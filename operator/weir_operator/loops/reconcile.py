@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +20,11 @@ from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import NotLeader, Writer, utc_now
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
+from weir_operator.loops.claims import Claims, Stand
 from weir_operator.loops.events import Recorder
 from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
-from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
+from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Object, Store, key_of, owned_by
 from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
@@ -98,9 +99,10 @@ class Reconciler:
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
     pace: Pace = field(default_factory=Pace)
     events: Recorder = field(init=False)
+    claims: Claims = field(init=False)
 
     def __post_init__(self) -> None:
-        self.events = Recorder(self.writer)
+        self.events, self.claims = Recorder(self.writer), Claims(self.operator_namespace)
 
     async def __call__(self, key: str) -> float:
         """One pass; returns for how many seconds the resource shall rest. The status is written whatever came of it. Raises
@@ -111,14 +113,30 @@ class Reconciler:
         raw = self.store.get(names.KIND, namespace, name)
         if raw is None or raw["metadata"].get("deletionTimestamp"):
             self._forget(namespace, name)
+            self.claims.forget(key)
             return 0.0
         try:
-            await self._pass(key, raw)
+            if await self._claimed(key, raw):
+                await self._pass(key, raw)
         except NotLeader:
             pass
         except Unreachable as e:
             raise Retry(str(e)) from None
         return self.pace.rest(key)
+
+    async def _claimed(self, key: str, raw: Object) -> bool:
+        """Whether it is ours, and no other operator's. Raises Retry while that one is being asked."""
+        holder, meta = _holder(raw), raw["metadata"]
+        stand = self.claims.look(key, holder)
+        if stand is Stand.ASK:
+            await self._write_status(raw, raw["status"])
+        if stand in (Stand.ASK, Stand.WAIT):
+            raise Retry("it was another operator's, which is asked whether it is there")
+        if stand is Stand.LEAVE:
+            self._forget(meta["namespace"], meta["name"])
+        elif holder != self.claims.name:  # another may have written the Secret, which alone is never read
+            self._unapplied(meta["namespace"], meta["name"], ("Secret",))
+        return stand is Stand.OURS
 
     async def _pass(self, key: str, raw: Object) -> None:
         try:
@@ -126,6 +144,12 @@ class Reconciler:
         except SpecError as e:
             await self._write_status(raw, invalid_status(raw, Condition("Ready", False, "SpecInvalid", str(e)), utc_now()))
             return
+        if not raw.get("status"):  # in our name before anything is made: of two operators, one begins
+            await self._write_status(raw, status(resource, self._observed(resource)))
+            named = self.store.get(names.KIND, raw["metadata"]["namespace"], raw["metadata"]["name"])
+            if named is None or not named.get("status"):
+                return  # it is gone, or another has its name
+            raw, resource = named, parse(_relevant(named), lenient=True)
         defaults = Defaults(self.image, pod_token(self.key, resource.metadata.uid), self.operator_namespace)
         trouble, again = None, None
         try:
@@ -151,7 +175,10 @@ class Reconciler:
         if deployment is not None and not owned_by(deployment, meta.uid):
             deployment = None
         report = self.reports.get((key, meta.uid))
-        return Observed(utc_now(), deployment, self.store.pods(key), trouble, applied, report, self.kinds)
+        return Observed(
+            utc_now(), deployment, self.store.pods(key), trouble, applied, report, self.kinds,
+            autoscalers=self.store.autoscalers(key, meta.uid), other_operator=self.claims.rival(key),
+        )
 
     # ------------------------------------------------------------------ children
 
@@ -220,14 +247,18 @@ class Reconciler:
     # ------------------------------------------------------------------ status
 
     async def _write_status(self, raw: Object, status: Mapping[str, Any]) -> None:
+        """In our name, if it changed. Raises Retry."""
+        status = {**status, "operator": self.claims.name}
         if (raw.get("status") or {}) == status:
             return
+        key = key_of(raw["metadata"]["namespace"], raw["metadata"]["name"])
         try:
             self.store.put(names.KIND, await self.writer.patch_status(raw, status))
-            self.pace.wrote(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
+            self.claims.wrote(key, _holder(raw))
+            self.pace.wrote(key)
             if rows := _grown(raw.get("status") or {}, status):
                 self.events.tell(raw, "EnvelopeGrown", f"pods are restarted one by one with a batch of at most {rows} rows")
-            for item in news((raw.get("status") or {}).get("conditions", ()), status["conditions"]):
+            for item in news((raw.get("status") or {}).get("conditions", ()), status.get("conditions", ())):
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
             if e.status == 404:  # it is gone, whatever the watches have told
@@ -235,6 +266,7 @@ class Reconciler:
                 if self.store.get(names.KIND, namespace, name) is raw:
                     self.store.drop(names.KIND, raw)
                     self._forget(namespace, name)
+                    self.claims.forget(key)
                 return
             if e.status == 409:
                 fresh = await self.kube.get(names.KIND, raw["metadata"]["namespace"], raw["metadata"]["name"])
@@ -248,7 +280,11 @@ class Reconciler:
         self.pace.forget(key)
         for known in [k for k in self.reports if k[0] == key]:
             del self.reports[known]
-        for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name]:
+        self._unapplied(namespace, name)
+
+    def _unapplied(self, namespace: str, name: str, kinds: Collection[str] = ()) -> None:
+        """Forget what was applied of a resource: everything, or these kinds."""
+        for where in [w for w in self._applied if w[1] == namespace and _stem(w) == name and (not kinds or w[0] in kinds)]:
             del self._applied[where]
 
     async def discover(self) -> bool:
@@ -266,7 +302,7 @@ class Reconciler:
         because watches began anew, and what went before that they will not tell."""
         await self.discover()
         for kind in (*WATCHED, *sorted(self.kinds)):
-            selector = None if kind == names.KIND else names.MANAGED_SELECTOR
+            selector = None if kind in ALL_OF else names.MANAGED_SELECTOR
             before = self.store.known(kind)
             try:
                 listed = [o for ns in namespaces or (None,) for o in await self.kube.list(kind, ns, selector)]
@@ -284,6 +320,11 @@ def _grown(before: Mapping[str, Any], after: Mapping[str, Any]) -> int | None:
     """The batch limit that pods are going to be restarted with, where that was just decided."""
     old, new = (((status.get("tuning") or {}).get("envelope") or {}).get("maxBatchSize") for status in (before, after))
     return new if new != old else None
+
+
+def _holder(raw: Object) -> str:
+    """The operator that a resource's status names."""
+    return str((raw.get("status") or {}).get("operator") or "")
 
 
 def _ours(live: Object, resource: InferenceDeployment) -> bool:

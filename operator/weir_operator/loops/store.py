@@ -19,6 +19,8 @@ CHILD_KINDS = (
     "HorizontalPodAutoscaler",
 )
 """Kinds of children that are watched. Secrets are never read, and the optional kinds are listed now and then."""
+ALL_OF = (names.KIND, "HorizontalPodAutoscaler")
+"""Kinds of which every object is watched, and not only our own: an autoscaler of somebody else's may scale what is ours."""
 
 
 def key_of(namespace: str, name: str) -> str:
@@ -26,9 +28,12 @@ def key_of(namespace: str, name: str) -> str:
 
 
 def owner_key(obj: Object) -> str | None:
-    """The resource that an object belongs to, by its label."""
-    meta = obj["metadata"]
+    """The resource that an object belongs to, by its label. An autoscaler without one belongs to what it scales: a resource, or
+    the Deployment that has its name."""
+    meta, target = obj["metadata"], (obj.get("spec") or {}).get("scaleTargetRef") or {}
     owner = (meta.get("labels") or {}).get(names.OWNER_LABEL)
+    if owner is None and target.get("kind") in ("Deployment", names.KIND):
+        owner = target.get("name")
     return key_of(meta["namespace"], owner) if owner else None
 
 
@@ -127,9 +132,14 @@ class Store:
         return list(self._objects.get(names.KIND, {}).values())
 
     def owned(self, kind: str, key: str) -> list[Object]:
-        """The objects of a kind that carry the label of this resource."""
+        """The objects of a kind that belong to this resource, by their label or their target."""
         objects = self._objects.get(kind, {})
         return [objects[name] for name in sorted(self._owned.get((kind, key), ()))]
+
+    def autoscalers(self, key: str, uid: str) -> tuple[Object, ...]:
+        """Those of somebody else's that scale this resource or its Deployment."""
+        found = self.owned("HorizontalPodAutoscaler", key)
+        return tuple(o for o in found if not owned_by(o, uid) and not o["metadata"].get("deletionTimestamp"))
 
     def pods(self, key: str) -> list[Object]:
         return self.owned("Pod", key)

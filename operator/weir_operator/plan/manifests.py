@@ -57,7 +57,7 @@ def _deployment(resource: InferenceDeployment, defaults: Defaults, seen: Observe
     """`replicas` is left out only once the Deployment is there and somebody else's: one that is made has to begin somewhere."""
     spec, rollout = resource.spec, resource.spec.rollout
     pinned = pin.in_force(resource, seen.deployment, defaults.pinned)
-    ours = seen.deployment is None or not external(resource)
+    ours = seen.deployment is None or not external(resource, seen)
     found = _child(resource, "apps/v1", "Deployment", resource.metadata.name, spec={
         **({"replicas": wanted_replicas(resource, seen)} if ours else {}),
         "selector": {"matchLabels": selector(resource)},

@@ -18,7 +18,8 @@ BAD = {
     ("Ready", "ConfigError"), ("Ready", "DownloadFailed"), ("Ready", "ProbeFailing"), ("Ready", "VolumeNotReady"),
     ("IntegrationsReady", "KindMissing"), ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
     ("ModelLoaded", "LoadFailed"), ("Progressing", "DeadlineExceeded"), ("MetricsAvailable", "NoPodAnswers"),
-    ("KnobsUnsupported", "OtherContract"), ("Tuned", "KnobDrift"), ("Tuned", "Mispredicted"),
+    ("AutoscalerOwned", "AnotherOnDeployment"), ("AutoscalerOwned", "AnotherOnResource"),
+    ("Contested", "OtherOperator"), ("KnobsUnsupported", "OtherContract"), ("Tuned", "KnobDrift"), ("Tuned", "Mispredicted"),
 }
 TO_MEND = {"SpecInvalid", "ApplyRefused", "NameTaken"}
 """Their message names what is wrong: another message is other news. Others' messages name pods and counts."""

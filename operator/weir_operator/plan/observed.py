@@ -44,4 +44,6 @@ class Observed:
     applied: bool = True  # whether the last pass left every child as planned
     tuning: TuningReport | None = None
     kinds: frozenset[str] = frozenset(names.OPTIONAL_KINDS)
+    autoscalers: Sequence[Mapping[str, Any]] = ()  # of somebody else's, whose target is the resource or its Deployment
+    other_operator: str = ""  # the namespace of one that wants to serve the resource, too
     scalable: bool = True  # whether the number of pods may change: on one machine it does not

@@ -18,17 +18,27 @@ from weir_operator.plan.observed import Observed
 from weir_operator.tuner.replicas import Scaling
 
 _REASONS = {Scaling.AT_MOST: "AtMaximum", Scaling.UNKNOWN: "CapacityUnknown"}
-_OURS = ("ByOperator", *_REASONS.values())
+_OURS = ("ByOperator", "AnotherOnResource", *_REASONS.values())
 
 
-def external(resource: InferenceDeployment) -> bool:
-    """Whether an autoscaler on the Deployment owns the number of pods."""
-    return resource.spec.autoscaling.mode == "External"
+def _rival(seen: Observed, target: str) -> str:
+    """What an autoscaler of somebody else's on this kind of target is called, and whose it is; empty: there is none."""
+    for live in seen.autoscalers:
+        if live["spec"]["scaleTargetRef"]["kind"] == target:
+            made_by = [f" of {ref['kind']} {ref['name']}" for ref in live["metadata"].get("ownerReferences") or ()]
+            return f"HorizontalPodAutoscaler {live['metadata']['name']}{''.join(made_by[:1])}"
+    return ""
 
 
-def internal(resource: InferenceDeployment) -> bool:
+def external(resource: InferenceDeployment, seen: Observed) -> bool:
+    """Whether an autoscaler on the Deployment owns the number of pods: asked for, or there all the same. Taking its writes back
+    would have pods come and go at its every turn."""
+    return resource.spec.autoscaling.mode == "External" or bool(_rival(seen, "Deployment"))
+
+
+def internal(resource: InferenceDeployment, seen: Observed) -> bool:
     """Whether the operator itself does."""
-    return resource.spec.autoscaling.mode == "Internal"
+    return resource.spec.autoscaling.mode == "Internal" and not external(resource, seen)
 
 
 def _present(seen: Observed) -> int | None:
@@ -44,10 +54,10 @@ def _said(resource: InferenceDeployment) -> str:
 def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     """How many pods the Deployment is to have now, whoever says so."""
     wish, present = resource.spec.autoscaling, _present(seen)
-    if wish.mode == "Disabled":
+    if wish.mode == "Disabled" and not external(resource, seen):
         return resource.spec.replicas
     taken = present if present is not None else max(resource.spec.replicas, wish.min_replicas)
-    if wish.mode == "External" or not seen.scalable:
+    if external(resource, seen) or not seen.scalable:
         return taken
     of_this_spec = present is None or resource.status.get("observedGeneration") == resource.metadata.generation
     decided = resource.status.get("desiredReplicas") if of_this_spec and _said(resource) in _OURS else None
@@ -62,7 +72,7 @@ def _allowed(resource: InferenceDeployment, number: int) -> int:
 def desired_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     """For the status. A report that was made of another spec may speak of a number that has had another owner since."""
     report = seen.tuning
-    if internal(resource) and report and report.desired is not None and report.generation == resource.metadata.generation:
+    if internal(resource, seen) and report and report.desired is not None and report.generation == resource.metadata.generation:
         return _allowed(resource, report.desired)
     return wanted_replicas(resource, seen)
 
@@ -70,6 +80,9 @@ def desired_replicas(resource: InferenceDeployment, seen: Observed) -> int:
 def owner(resource: InferenceDeployment, seen: Observed) -> Condition:
     """Who sets the number of pods."""
     wish, wanted = resource.spec.autoscaling, wanted_replicas(resource, seen)
+    if wish.mode != "External" and (rival := _rival(seen, "Deployment")):
+        return Condition("AutoscalerOwned", True, "AnotherOnDeployment",
+                         f"{rival} sets the number of pods, now {wanted}: delete it, or set autoscaling.mode to External.")
     if wish.mode == "Disabled":
         return Condition("AutoscalerOwned", False, "BySpec")
     if not seen.scalable:
@@ -77,8 +90,11 @@ def owner(resource: InferenceDeployment, seen: Observed) -> Condition:
     if wish.mode == "External":
         return Condition("AutoscalerOwned", True, "OnDeployment",
                          f"An autoscaler on the Deployment sets the number of pods, now {wanted}.")
+    if rival := _rival(seen, names.KIND):
+        return Condition("AutoscalerOwned", True, "AnotherOnResource",
+                         f"{rival} writes spec.replicas, which is not read: delete it, or set autoscaling.mode to Disabled.")
     outcome, before = seen.tuning.scaling if seen.tuning else None, _said(resource)
-    reason = _REASONS.get(outcome, "ByOperator") if outcome else before if before in _OURS else "ByOperator"
+    reason = _REASONS.get(outcome, "ByOperator") if outcome else before if before in _REASONS.values() else "ByOperator"
     if reason != "ByOperator":
         return Condition("AutoscalerOwned", True, reason)
     held = "; spec.tuning.paused holds it" if resource.spec.tuning.paused else ""
@@ -90,7 +106,7 @@ def marks(resource: InferenceDeployment, seen: Observed) -> list[tuple[Mapping[s
     """(pod, its deletion cost) where that has to change before the Deployment shrinks: those that the tuner chose are cheap,
     and what an earlier choice left is taken back. A cost that somebody else gave is left alone."""
     present = _present(seen)
-    if not internal(resource) or present is None or wanted_replicas(resource, seen) >= present:
+    if not internal(resource, seen) or present is None or wanted_replicas(resource, seen) >= present:
         return []
     leaving = ((resource.status.get("tuning") or {}).get("replicas") or {}).get("leaving") or ()
     found: list[tuple[Mapping[str, Any], str | None]] = []

@@ -56,6 +56,13 @@ def _loaded(seen: Observed, ready: int, found: list[tuple[str, str]]) -> Conditi
     return Condition("ModelLoaded", False, "Downloading" if downloading(seen.pods) else "Loading")
 
 
+def _contested(seen: Observed) -> Condition:
+    if not seen.other_operator:
+        return Condition("Contested", False, "OneOperator")
+    said = f"The operator in namespace {seen.other_operator} asks for this resource, too. Give each namespaces of its own."
+    return Condition("Contested", True, "OtherOperator", said)
+
+
 def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
     wanted, ready = wanted_replicas(resource, seen), (seen.deployment or {}).get("status", {}).get("readyReplicas", 0)
     found = troubles(seen.pods, seen.now)
@@ -70,6 +77,7 @@ def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
         Condition("Degraded", missing, "PodsMissing" if missing else "AllPodsServe", counted),
         _loaded(seen, ready, found),
         owner(resource, seen),
+        _contested(seen),
         Condition("IntegrationsReady", not lacking, "KindMissing" if lacking else "Complete", lack),
     ]
 

@@ -124,7 +124,7 @@ class Twin(Port):
         fed: list[tuple[_Row, int]] = []
         slots = self.board.target.max_batch_size - len(self._decoding) - len(self._prefilling)
         if self._prefilling or (self._waiting and slots > 0):
-            fed, bound = self._plan(len(growing))
+            fed, bound = self._plan(number, len(growing))
         else:
             bound, self._starved = ("drain" if slots < 0 else "slots"), 0
         for row in growing:
@@ -144,7 +144,7 @@ class Twin(Port):
             self._meter(self.now - start, rows, context, prefill)
         self._gauge(self._stats.bound)
 
-    def _plan(self, growing: int) -> tuple[list[tuple[_Row, int]], str | None]:
+    def _plan(self, number: int, growing: int) -> tuple[list[tuple[_Row, int]], str | None]:
         """The server's policy on this step: prompt tokens by row, the admitted ones included, and what the head waits for."""
         offered: list[_Row] = []
 
@@ -153,9 +153,11 @@ class Twin(Port):
                 offered.append(row)
                 yield Waiting(left=row.arrival.prompt, need=Need(_blocks(row.reach)), passed=row.passed)
 
-        decoding = [_DECODES] * len(self._decoding)
+        oldest = next(iter(self._decoding), None)
+        shown = number - oldest.begun if oldest else 0
+        decoding = [Running(left=0, need=0, pages=0, computed=0, generated=shown)] * len(self._decoding)
         if growing:
-            decoding[0] = Running(left=0, need=growing, pages=0, computed=0)
+            decoding[0] = decoding[0]._replace(need=growing)
         prefilling = [Running(r.arrival.prompt - r.computed, 0, r.blocks, r.computed) for r in self._prefilling]
         target, free = self.board.target, self._limit - self._used
         plan = decide(State(
@@ -264,9 +266,6 @@ class Twin(Port):
                 self._tell(row, len(self._ends) - 1)
                 self.seen.overdue([row.seen], now)
                 self._next_interval(row)
-
-
-_DECODES = Running(left=0, need=0, pages=0, computed=0)
 
 
 def _blocks(tokens: int) -> int:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from weir_server.link.errors import UserError
 
 CHUNK_IDLE = 512
-CHUNK_DECODING = 64
-"""Prompt tokens of a step while nothing, and while something decodes."""
+CHUNK_DECODING = 40
+"""Prompt tokens of a step while nothing decodes (or has just begun to), and while something does."""
+BEGINNING = 3
+"""Tokens with which a row still counts as one that has just begun."""
 PADDED_PIECE = 512
 MIN_CONTEXT = 512
 PRESSURE = "least_progress"

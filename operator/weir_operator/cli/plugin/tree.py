@@ -19,7 +19,7 @@ from weir_operator.plan.trouble import containers
 
 SHOWN_KINDS = (*CHILD_KINDS, *names.OPTIONAL_KINDS, "Pod")
 """Pods come after the Deployment that they hang from."""
-GOOD_WHEN_FALSE = {"Degraded", "Saturated", "Paused", "KnobsUnsupported", "Progressing", "AutoscalerOwned"}
+GOOD_WHEN_FALSE = {"Degraded", "Saturated", "Paused", "KnobsUnsupported", "Contested", "Progressing", "AutoscalerOwned"}
 NEUTRAL = {"Progressing", "AutoscalerOwned", "Tuned", "Paused"}
 _DOT = {True: ("●", "green"), False: ("○", "red"), None: ("◌", "yellow")}
 
