@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -103,7 +104,7 @@ def test_a_load_at_the_edge_does_not_flip_between_two_counts():
         pods.load = 0.97 if i % 2 else 1.05
         pods.go(150)
         counts.append(pods.desired)
-    assert len(set(counts[2:])) == 1
+    assert sum(a != b for a, b in pairwise(counts)) <= 1, counts
 
 
 def test_silent_pods_are_no_reason_for_anything():
