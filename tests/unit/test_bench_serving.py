@@ -14,6 +14,7 @@ import pytest
 from weir_bench import results, roofs, tables
 from weir_bench.roofs import Roofs
 from weir_bench.servers import ServerError, free_port, started
+from weir_bench.serving import __main__ as command_line
 from weir_bench.serving import figures, latency, peers, report, rounds, side_by_side
 from weir_bench.serving import run as run_module
 from weir_bench.serving import start as start_module
@@ -310,7 +311,7 @@ import test_bench_serving as t
 from weir_bench.serving import __main__ as main, run
 folder = Path({folder!r})
 run.CONTENDERS = (t.contender(folder, "weir float32", {mode!r}, "weir"), t.contender(folder, "R", "batching", "llama.cpp"))
-sys.argv = ["serving", "float32", "--no-page", "-o", str(folder / "out")]
+sys.argv = ["serving", "float32", "-o", str(folder / "out")]
 raise SystemExit(main.main())
 """
 
@@ -353,3 +354,18 @@ def test_the_command_names_its_tables(tmp_path):
     assert done.returncode == 2 and "no table is called nonsense" in done.stderr
     done = subprocess.run([*command, "waves", "--llama", str(tmp_path)], capture_output=True, text=True, env=env, timeout=120)
     assert done.returncode == 1 and done.stderr.strip().endswith("holds no llama-server")
+
+
+def test_the_pages_show_what_is_kept_and_nothing_else(tmp_path, monkeypatch):
+    """A trial run into another folder would leave them with its own tables alone."""
+
+    async def nothing(_args):
+        pass
+
+    made = []
+    monkeypatch.setattr(command_line, "measure", nothing)
+    monkeypatch.setattr(command_line.tables, "generate", made.append)
+    for where in (["-o", str(tmp_path)], []):
+        monkeypatch.setattr(sys, "argv", ["serving", "waves", *where])
+        assert command_line.main() == 0
+    assert made == [results.FOLDER]

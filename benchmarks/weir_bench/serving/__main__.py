@@ -39,7 +39,6 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--add", action="store_true", help="add rounds to raw data of the same code instead of replacing it")
     parser.add_argument("--llama", type=Path, metavar="FOLDER", help="with llama-server and llama-quantize (default: PATH)")
     parser.add_argument("--traces", type=Path, metavar="FOLDER", help="with recorded traces, for the table replay")
-    parser.add_argument("--no-page", action="store_true", help="leave docs and README as they are")
     return parser
 
 
@@ -74,7 +73,7 @@ def main() -> int:
     except (ServerError, ModelError, TraceError, OSError) as e:
         print(f"benchmark: {e}", file=sys.stderr)
         return 1
-    if not args.no_page:
+    if args.output.resolve() == results.FOLDER:  # the pages show what is kept here
         tables.generate(args.output)
     return 0
 
