@@ -35,10 +35,8 @@ venv-dev: $(VENV)/.dev  ## the same with what tests and checks need
 demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, then with it acting
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.demo
 
-JOBS ?= 2
-test: $(VENV)/.dev  ## every test that this machine can run (JOBS=2 at a time, those on a node alone; TESTS=path for some)
-	$(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --dist loadfile --ignore tests/cluster $(TESTS)
-	$(if $(TESTS),,$(BIN)/python -m pytest -m 'not slow' tests/cluster)
+test: $(VENV)/.dev  ## every test that this machine can run (TESTS=path for some)
+	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
 
 e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (40 minutes, on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/cluster
