@@ -46,6 +46,16 @@ class Operators:
         return {name for name, claims in self.all.items() if claims.holds("ns/chat") and self.said[1] == name}
 
 
+def taken_over() -> Operators:
+    """What a had is b's, which asked for it; a has not looked since."""
+    both = Operators("a", "b")
+    both.passes("a")
+    both.passes("b")
+    both.now += ASK_SECONDS
+    both.passes("b")
+    return both
+
+
 def test_one_alone_holds_what_it_sees_and_writes_its_name_once() -> None:
     alone = Operators("a")
     assert [alone.passes("a") for _ in range(3)] == [Stand.OURS] * 3
@@ -91,11 +101,7 @@ def test_who_is_gone_loses_what_it_had_once_it_had_time_to_answer() -> None:
 
 
 def test_an_operator_that_begins_to_lead_asks_for_what_another_took_meanwhile() -> None:
-    both = Operators("a", "b")
-    both.passes("a")
-    both.passes("b")
-    both.now += ASK_SECONDS
-    both.passes("b")
+    both = taken_over()
     both.all["a"].forget_all()
     assert both.passes("a") is Stand.ASK
     both.passes("b")
@@ -104,11 +110,7 @@ def test_an_operator_that_begins_to_lead_asks_for_what_another_took_meanwhile() 
 
 def test_two_who_both_believe_that_they_hold_it_do_not_go_on_for_ever() -> None:
     """One was cut off from its watches for longer than it is asked for, and never heard of it."""
-    both = Operators("a", "b")
-    both.passes("a")
-    both.passes("b")
-    both.now += ASK_SECONDS
-    both.passes("b")
+    both = taken_over()
     for _ in range(50):
         both.now += 1
         both.passes("a")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from weir_bench.results import spread
 from weir_bench.roofs import Roofs
 from weir_bench.serving.record import Cell, Claim, Server, Share, Spread
 
+T = TypeVar("T")
 FASTER_IS_LESS = {"tokens_per_second": False, "itl_p50": True, "ttft_p50": True}
 """The figures that claims are made of."""
 
@@ -128,10 +130,15 @@ def median_shares(cells: Sequence[Cell], server: Server, shape: Shape) -> list[S
     """Of each roof the (lower) median of what cells of one kind reached, each under the roof that was measured beside it."""
     each = [share for c in cells for share in decode_shares(c, server, shape)]
     kinds = [[s for s in each if s.roof == roof] for roof in dict.fromkeys(s.roof for s in each)]
-    return [sorted(kind, key=lambda s: s.share)[(len(kind) - 1) // 2] for kind in kinds]
+    return [_median(kind, lambda s: s.share) for kind in kinds]
 
 
 def median_cell(cells: Sequence[Cell], server: str, clients: int, output: int, figure: str) -> Cell | None:
     """The cell whose figure is the (lower) median of its kind."""
     kind = [c for c in cells if (c.server, c.clients, c.output) == (server, clients, output) and getattr(c, figure) is not None]
-    return sorted(kind, key=lambda c: getattr(c, figure))[(len(kind) - 1) // 2] if kind else None
+    return _median(kind, lambda c: float(getattr(c, figure))) if kind else None
+
+
+def _median(kind: Sequence[T], value: Callable[[T], float]) -> T:
+    """The lower one."""
+    return sorted(kind, key=value)[(len(kind) - 1) // 2]

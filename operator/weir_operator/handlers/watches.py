@@ -155,8 +155,8 @@ def _run(
     TURN_SECONDS at most."""
 
     async def to_its_end() -> None:
-        before, asked = asyncio.all_tasks(), asyncio.create_task(ending.wait())
-        ours = {*before, asked}
+        asked = asyncio.create_task(ending.wait())
+        ours = asyncio.all_tasks()
         parts = await kopf.spawn_tasks(
             registry=registry,
             settings=_settings(),

@@ -96,14 +96,16 @@ def choose(model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
     stay = Choice(reach.batch, reach.depth, present, present)
     if GAIN * present >= model.mix.offered:  # goodput cannot exceed what is offered: nothing can gain enough now
         return _prepared(model, ttft, tpot, reach, stay)
-    near = _best(model, ttft, tpot, reach, *_near(reach))
+    near = _best(model, ttft, tpot, reach, stay, *_near(reach))
     real = near.goodput >= NIL * model.mix.offered
     if real and near.gains and not near.stays(reach):
         return near
-    far = _best(model, ttft, tpot, reach, *reach.batch_limits)
+    far = _best(model, ttft, tpot, reach, stay, *reach.batch_limits)
     if far.goodput >= NIL * model.mix.offered and far.gains and not far.stays(reach):
-        return _step_towards(far, model, ttft, tpot, reach)
-    return _prepared(model, ttft, tpot, reach, stay) if real else _best(model, ttft, tpot, reach, reach.batch, reach.batch)
+        return _step_towards(far, model, ttft, tpot, reach, stay)
+    if real:
+        return _prepared(model, ttft, tpot, reach, stay)
+    return _best(model, ttft, tpot, reach, stay, reach.batch, reach.batch)
 
 
 def _prepared(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice) -> Choice:
@@ -123,15 +125,15 @@ def _prepared(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice
     return Choice(reach.batch, depth, later[depth], then, surge=True)
 
 
-def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach) -> Choice:
-    """One leap or halving of the batch, one doubling of the depth. Where that step itself would lose, a cut goes all the
+def _step_towards(far: Choice, model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice) -> Choice:
+    """One leap or halving of the batch, with the depth as it will be. Where that step itself would lose, a cut goes all the
     way at once (a valley lies between: a large batch is good while few slots are used), and a raise does not start."""
     low, high = _near(reach)
-    batch, depth = min(max(far.batch, low), high), far.depth
-    for b in dict.fromkeys((batch, min(far.batch, batch))):
-        if goodputs(model, ttft, tpot, b, depth)[depth] >= far.present:
-            return Choice(b, depth, far.goodput, far.present)
-    return Choice(reach.batch, reach.depth, far.present, far.present)
+    step = min(max(far.batch, low), high)
+    for batch in dict.fromkeys((step, min(far.batch, step))):
+        if goodputs(model, ttft, tpot, batch, far.depth)[far.depth] >= stay.present:
+            return replace(far, batch=batch)
+    return stay
 
 
 def _near(reach: Reach) -> tuple[int, int]:
@@ -174,14 +176,15 @@ def _of_sizes(model: Model, ttft: float, tpot: float, reach: Reach, sizes: list[
     return found
 
 
-def _best(model: Model, ttft: float, tpot: float, reach: Reach, low: int, high: int) -> Choice:
-    present = goodputs(model, ttft, tpot, reach.batch, reach.depth)[reach.depth]
+def _best(model: Model, ttft: float, tpot: float, reach: Reach, stay: Choice, low: int, high: int) -> Choice:
+    """Of batches from low to high; `stay` on a tie with the present setting, and where nothing serves anybody."""
+    present = stay.present
     found = [*_weighed(model, ttft, tpot, reach, low, high), (present, reach.batch, reach.depth)]
     best = max(g for g, _, _ in found)
     enough = GAIN * present if best >= GAIN * present else 0.0  # a tie must not make of a gain none
     near = [f for f in found if f[0] >= max(TIE * best, min(best, enough))]
     if best < HOPELESS * model.mix.offered or (present, reach.batch, reach.depth) in near:
-        return Choice(reach.batch, reach.depth, present, present)
+        return stay
     goodput, batch, depth = _readiest(model, ttft, tpot, reach, near)
     return Choice(batch, depth, goodput, present)
 
