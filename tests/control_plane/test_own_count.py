@@ -35,6 +35,8 @@ from test_recipes import blocks
 from weir_operator.api import names
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import Kube
+from weir_operator.loops.operator import Subjects
+from weir_operator.loops.queue import Retry
 from weir_operator.loops.reconcile import Reconciler
 from weir_operator.loops.store import Store
 from weir_operator.plan.observed import TuningReport
@@ -217,6 +219,61 @@ async def test_the_status_comes_first_and_another_process_ends_what_one_began(
         await last.refresh((namespace,))
         await last(key)
         assert [w["objectRef"]["resource"] for w in cluster.writes(namespace)[before:]] == ["secrets"]  # by design: unread
+
+
+async def test_what_is_taken_over_is_what_is_there_not_what_watches_last_told(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A watch of the Deployment that is behind, and a last write of the other autoscaler's that ours collides with."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+    run, key = asyncio.to_thread, f"{namespace}/chat"
+    await run(cluster.apply, resource(replicas=1, autoscaling={**OWN, "mode": "External"}), namespace)
+    async with await Kube.connect() as kube:
+        made = Reconciler(kube, Writer(kube), Store(), "registry/weir-server:test", b"key")
+        await made.refresh((namespace,))
+        await made(key)
+
+        async def told_of_the_resource_alone() -> int | None:
+            """What the tuner goes by then."""
+            made.store.put(names.KIND, await run(cluster.get, "infd", "chat", namespace))
+            [subject] = Subjects(made.store, b"key", lambda _: True)()
+            return subject.replicas
+
+        async def passes() -> None:
+            """Until one needs no other: the controllers write, too."""
+            for _ in range(20):
+                with contextlib.suppress(Retry):
+                    await made(key)
+                    return
+            raise AssertionError("twenty passes came to nothing")
+
+        await run(cluster.kubectl, "scale", "deployment/chat", "--replicas=5", "-n", namespace)
+        await run(patch, cluster, namespace, {"autoscaling": {"mode": "Internal"}})
+        assert await told_of_the_resource_alone() is None, "nothing is ours before a pass has said so"
+        await passes()
+        assert await run(desired, cluster, namespace) == 5 == await run(replicas, cluster, namespace)
+        assert await told_of_the_resource_alone() == 5
+
+        await run(patch, cluster, namespace, {"autoscaling": {"mode": "External"}})
+        await told_of_the_resource_alone()
+        await passes()
+        await run(patch, cluster, namespace, {"autoscaling": {"mode": "Internal"}})
+        await told_of_the_resource_alone()
+        apply = made.writer.apply
+
+        async def beaten(manifest: Any, live: Any) -> Any:
+            if manifest["kind"] == "Deployment":
+                monkeypatch.setattr(made.writer, "apply", apply)
+                await run(cluster.kubectl, "scale", "deployment/chat", "--replicas=6", "-n", namespace)
+            return await apply(manifest, live)
+
+        monkeypatch.setattr(made.writer, "apply", beaten)
+        with pytest.raises(Retry):
+            await made(key)
+        assert await run(desired, cluster, namespace) == 6
+        await passes()
+        assert await run(replicas, cluster, namespace) == 6
 
 
 def pods(cluster: Cluster, namespace: str) -> dict[str, dict[str, str]]:

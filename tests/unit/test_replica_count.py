@@ -169,12 +169,13 @@ class Loaded:
     def __init__(self, bench: Bench, servers: list[FakeServer]) -> None:
         self.bench, self.servers, self.load, self.queued = bench, servers, 10.0, [0.0, 0.0]
         self.wish, self.taken, self.generation, self.more, self.saved = dict(OWN), 2, 1, {}, SAVED
-        self.status: Any = {}
+        self.passed: int | None = None  # the generation of the last pass, where that is behind
         bench.loop._subjects = lambda: [self.subject()]
         self.rounds = Rounds()
 
     def subject(self) -> Subject:
-        found = resource(self.wish, generation=self.generation, **self.more)
+        status = {"observedGeneration": self.passed or self.generation}
+        found = resource(self.wish, status, generation=self.generation, **self.more)
         taken = self.taken if self.wish["mode"] == "Internal" else None
         return Subject("ns/chat", found, tuple(self.bench.endpoints), self.saved, taken)
 
@@ -262,9 +263,12 @@ async def test_an_edit_of_the_spec_begins_with_what_is_and_a_pause_holds(loaded:
     loaded.more, loaded.load, loaded.generation = {"tuning": {"paused": True}}, 60.0, 2
     await loaded.go(400)
     assert loaded.report.desired == 2 and "ScaledOut" not in loaded.outcomes
-    loaded.more, loaded.generation, loaded.taken = {}, 3, 5  # another owner set it in between
+    loaded.more, loaded.generation, loaded.taken, loaded.passed = {}, 3, 5, 2  # another owner set it in between
     await loaded.go(5)
-    assert loaded.report.desired == 5
+    assert loaded.report.desired != 5 and loaded.report.generation == 2, "no pass has looked yet: this is of the spec before"
+    loaded.passed = None
+    await loaded.go(5)
+    assert loaded.report.desired == 5 and loaded.report.generation == 3
     loaded.wish, loaded.generation = {"mode": "External"}, 4
     await loaded.go(40)
     assert loaded.report.desired is None and gauge("weir_tuner_replicas") is None

@@ -31,7 +31,7 @@ from weir_operator.loops.store import Store, key_of, owned_by
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
-from weir_operator.plan.replicas import internal, wanted_replicas
+from weir_operator.plan.replicas import decided_replicas, internal
 from weir_operator.plan.trouble import is_ready, is_running
 from weir_server.contract import CONTROL_PORT
 
@@ -109,13 +109,13 @@ class Subjects:
             yield Subject(where, resource, endpoints, resource.status.get("tuning") or {}, self._count(where, resource))
 
     def _count(self, where: str, resource: InferenceDeployment) -> int | None:
-        """How many pods are wanted, where the operator sets that and the Deployment is there."""
+        """How many pods are wanted, where the operator sets that, has said so, and the Deployment is there."""
         deployment = self._store.get("Deployment", *where.split("/", 1))
         uid = resource.metadata.uid
         seen = Observed(deployment=deployment, autoscalers=self._store.autoscalers(where, uid))
         if not internal(resource, seen) or deployment is None or not owned_by(deployment, uid):
             return None
-        return wanted_replicas(resource, seen)
+        return decided_replicas(resource)
 
     def _read(self, where: str, raw: Mapping[str, Any]) -> InferenceDeployment | None:
         """The typed resource, read once for each version: this runs at every poll."""

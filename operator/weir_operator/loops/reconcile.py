@@ -29,7 +29,7 @@ from weir_operator.plan.manifests import KEPT, Defaults, Manifest, children
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import SpecError, parse
-from weir_operator.plan.replicas import marks
+from weir_operator.plan.replicas import marks, takes_over
 from weir_operator.plan.status import invalid_status, status
 
 log = logging.getLogger(__name__)
@@ -186,6 +186,8 @@ class Reconciler:
         """Have exactly the children that are wanted. Raises NameTaken, Retry, ApiError."""
         meta, absent = resource.metadata, set[Where]()
         await self._find(resource, ("Deployment", meta.namespace, meta.name), absent)  # its pods keep what it was made with
+        if takes_over(resource, self._observed(resource)):
+            await self._read(resource, ("Deployment", meta.namespace, meta.name))
         seen = self._observed(resource)
         for pod, cost in marks(resource, seen):
             await self.writer.annotate("Pod", pod, {names.DELETION_COST: cost})
@@ -205,11 +207,18 @@ class Reconciler:
         What is somebody else's is not kept: no watch would tell that it is gone."""
         live = self.store.get(*where)
         if live is None and where not in absent:
-            live = await self.kube.get(*where)
+            live = await self._read(resource, where)
             if live is None:
                 absent.add(where)
-            elif _ours(live, resource):
-                self.store.put(where[0], live)
+        return live
+
+    async def _read(self, resource: InferenceDeployment, where: Where) -> Object | None:
+        """A child as the API server has it now."""
+        live, known = await self.kube.get(*where), self.store.get(*where)
+        if live is not None and _ours(live, resource):
+            self.store.put(where[0], live)
+        elif known is not None:
+            self.store.drop(where[0], known)
         return live
 
     async def _child(self, resource: InferenceDeployment, manifest: Manifest, absent: set[Where]) -> None:
@@ -236,8 +245,8 @@ class Reconciler:
             if e.status == 404 and kind in names.OPTIONAL_KINDS:
                 self.kinds -= {kind}  # its definition went a moment ago
                 raise Retry(f"the cluster has no {kind} any more") from None
-            if e.status in (404, 409) and live is not None:  # what was seen is not what is there: look again next time
-                self.store.drop(kind, live)
+            if e.status in (404, 409) and live is not None:
+                await self._read(resource, where)  # at once: the status is made of what is there, not of a gap
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise
         self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))

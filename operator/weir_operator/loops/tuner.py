@@ -193,9 +193,9 @@ class TunerLoop:
         now: float,
     ) -> Counted | None:
         """How many pods, after the knobs were decided; and once a tick the load, for autoscalers of others."""
-        wish, meta = subject.resource.spec.autoscaling, subject.resource.metadata
+        wish, generation = subject.resource.spec.autoscaling, subject.resource.status.get("observedGeneration", -1)
         found = steering.count.decide(
-            wish, subject.replicas, meta.generation, serving, decision.state, spec, self._settings.replicas, now,
+            wish, subject.replicas, generation, serving, decision.state, spec, self._settings.replicas, now,
         )
         _show_number(subject.key, REPLICAS, found.decision.desired if found else None)
         if decision.records or wish.mode == "Disabled":
@@ -270,7 +270,7 @@ class TunerLoop:
         )
         news = proposed(news, steering.proposal.standing)
         if count.wanted is not None:
-            news = counted(news, count.wanted, count.last, count.state, count.status(), subject.resource.metadata.generation)
+            news = counted(news, count.wanted, count.last, count.state, count.status(), count.generation)
         seen = {
             "tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift,
             "desired": news.desired, "generation": news.generation,

@@ -3,7 +3,7 @@
 `status.desiredReplicas` is what the operator decided (Internal): the Deployment follows it, never the other way round, so a
 process that dies between the two writes leaves nothing behind that another could misread. It is the operator's own decision
 only where the status, in the same write, says that it was (`AutoscalerOwned`), and of this spec: otherwise somebody else may
-have been the owner since, and the number is taken over as it is.
+have been the owner since, and the number is taken over as it is: as it is read then, not as watches last told of it.
 """
 
 from __future__ import annotations
@@ -51,6 +51,18 @@ def _said(resource: InferenceDeployment) -> str:
     return next((str(c["reason"]) for c in resource.status.get("conditions", ()) if c.get("type") == "AutoscalerOwned"), "")
 
 
+def decided_replicas(resource: InferenceDeployment) -> int | None:
+    """The operator's own number, as the status has it. None: it was somebody else's then."""
+    number = resource.status.get("desiredReplicas")
+    return int(number) if number is not None and _said(resource) in _OURS else None
+
+
+def takes_over(resource: InferenceDeployment, seen: Observed) -> bool:
+    """Whether the number becomes ours in this pass: what the Deployment has now is what the last owner left."""
+    of_this_spec = resource.status.get("observedGeneration") == resource.metadata.generation
+    return internal(resource, seen) and seen.scalable and not (of_this_spec and decided_replicas(resource) is not None)
+
+
 def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     """How many pods the Deployment is to have now, whoever says so."""
     wish, present = resource.spec.autoscaling, _present(seen)
@@ -59,9 +71,10 @@ def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     taken = present if present is not None else max(resource.spec.replicas, wish.min_replicas)
     if external(resource, seen) or not seen.scalable:
         return taken
-    of_this_spec = present is None or resource.status.get("observedGeneration") == resource.metadata.generation
-    decided = resource.status.get("desiredReplicas") if of_this_spec and _said(resource) in _OURS else None
-    return _allowed(resource, taken if decided is None else int(decided))
+    decided = decided_replicas(resource)
+    if decided is None or (present is not None and takes_over(resource, seen)):
+        return _allowed(resource, taken)
+    return _allowed(resource, decided)
 
 
 def _allowed(resource: InferenceDeployment, number: int) -> int:
