@@ -35,6 +35,7 @@ class Model:
     prefill: Mapping[int, float]
     kv_rows: float = math.inf
     _decoding: dict[int, float] = field(default_factory=dict, compare=False, repr=False)
+    _met: dict[tuple[int, float, float], float] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def slope(self) -> float:
@@ -57,7 +58,7 @@ class Model:
     def under(self, factor: float) -> Model:
         """The same pod with `factor` times as much offered."""
         mix = replace(self.mix, offered=factor * self.mix.offered, quantiles=tuple(factor * q for q in self.mix.quantiles))
-        return Model(self.plant, mix, self.spread, self.prefill, self.kv_rows, self._decoding)
+        return Model(self.plant, mix, self.spread, self.prefill, self.kv_rows, self._decoding, self._met)
 
     def stretch(self, decoding: float) -> float:
         """How much longer a prefill takes for others being prefilled too (M/D/1 in prefill chunks)."""
@@ -103,6 +104,13 @@ class Model:
         stretch = (slots / d - 1.0) * self.mix.output / self.mean_prefill if self.mean_prefill else 0.0
         return [f * self.interval(d) * stretch for f in self._prefill_points]
 
+    def met(self, slots: int, ttft: float, tpot: float) -> float:
+        """Share of rows that meet both objectives where each took the last of so many slots at once."""
+        if (slots, ttft, tpot) not in self._met:
+            first = self.prefill_seconds(slots)
+            self._met[slots, ttft, tpot] = self.in_time(slots, tpot) * sum(f <= ttft for f in first) / len(first)
+        return self._met[slots, ttft, tpot]
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -120,7 +128,8 @@ def goodputs(model: Model, ttft: float, tpot: float, batch: int, deepest: int) -
     """Predicted goodput for the depths 0 … deepest, the mean over λ's quantiles."""
     slots = _usable(model, batch)
     shares = _shares(model, ttft, tpot, slots, deepest)
-    rates = [model.departures(min(k, slots)) for k in range(1, slots + deepest + 1)]
+    rates = [model.departures(k) for k in range(1, slots + 1)]
+    rates += deepest * rates[-1:]
     total = [0.0] * (deepest + 1)
     for offered in model.mix.quantiles:
         full, success = 1.0, 0.0  # of a pod with k places: P(all are taken), and the share of arrivals that succeed
@@ -162,10 +171,7 @@ def _usable(model: Model, batch: int) -> int:
 
 def _shares(model: Model, ttft: float, tpot: float, slots: int, deepest: int) -> list[float]:
     """Share of arrivals that meet both objectives, by the rows they find: 0 … slots + deepest − 1."""
-    shares = []
-    for k in range(slots):
-        first = model.prefill_seconds(k + 1)
-        shares.append(model.in_time(k + 1, tpot) * sum(f <= ttft for f in first) / len(first))
+    shares = [model.met(k + 1, ttft, tpot) for k in range(slots)]
     rate, in_time = model.departures(slots), model.in_time(slots, tpot)
     means = [rate * max(0.0, ttft - f) for f in model.prefill_seconds(slots)]
     terms = [math.exp(-m) for m in means]  # Poisson: j departures in the time that is left
