@@ -13,6 +13,7 @@ the least change.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from weir_operator.tuner.chain import Model, goodputs
@@ -146,13 +147,13 @@ def _sizes(model: Model, reach: Reach, low: int, high: int) -> list[int]:
     """Batch sizes from low to high, thinned evenly in logarithm, with the present one; prefill caps what may be raised to."""
     low = low if reach.may_cut else reach.batch
     high = high if reach.may_raise else reach.batch
-    if high - low < MOST_CANDIDATES:
-        sizes = set(range(low, high + 1))
-    else:
-        ratio = high / low
-        sizes = {round(low * ratio ** (i / (MOST_CANDIDATES - 1))) for i in range(MOST_CANDIDATES)}
     room = PREFILL_SHARE * model.plant.prefill_tokens
-    return sorted({n for n in sizes if n == low or model.mix.prefill * model.decoding(n) <= room} | {reach.batch})
+    roomy = bisect_right(range(low, high + 1), room, key=lambda n: model.mix.prefill * model.decoding(n))
+    high = low + max(1, roomy) - 1  # the highest that prefill leaves room for is one of them: often it is the best
+    if high - low < MOST_CANDIDATES:
+        return sorted({*range(low, high + 1), reach.batch})
+    ratio = high / low
+    return sorted({round(low * ratio ** (i / (MOST_CANDIDATES - 1))) for i in range(MOST_CANDIDATES)} | {reach.batch})
 
 
 def _weighed(model: Model, ttft: float, tpot: float, reach: Reach, low: int, high: int) -> list[tuple[float, int, int]]:
