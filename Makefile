@@ -7,7 +7,7 @@ BIN     = $(VENV)/bin
 PIP     = $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-dev demo test eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench scale clean
+.PHONY: help venv venv-dev demo test journey eval-tuner law-plants law-fuzz lint types floors generate e2e goldens engine-parity sanitize fuzz experiments bench scale clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -35,8 +35,11 @@ venv-dev: $(VENV)/.dev  ## the same with what tests and checks need
 demo: $(VENV)/.demo  ## overload a small model, first with the tuner watching, then with it acting
 	PYTHONPATH=benchmarks $(BIN)/python -m weir_bench.demo
 
-test: $(VENV)/.dev  ## every test that this machine can run (TESTS=path for some)
-	$(BIN)/python -m pytest -m 'not slow' $(TESTS)
+JOBS ?= 3
+test: $(VENV)/.dev  ## every test that this machine can run, but those on a cluster's nodes (TESTS=path for some; JOBS=3 processes)
+	$(BIN)/python -m pytest -m 'not slow' -n $(JOBS) --no-loadscope-reorder $(or $(TESTS),--ignore tests/cluster)
+journey: $(VENV)/.dev  ## the short one through the cluster that KUBECONFIG names: install, overload, tune, uninstall (5 minutes)
+	$(BIN)/python -m pytest -m 'not slow' tests/cluster
 
 e2e: $(VENV)/.dev  ## every scenario on the cluster that KUBECONFIG names, the long ones too (40 minutes, on a machine that does nothing else)
 	$(BIN)/python -m pytest tests/cluster

@@ -6,6 +6,10 @@ known to be there, a tier that skips itself proves nothing. What a processor lac
 
 hypothesis times nothing: how long an example takes is the machine's affair. It tries the same examples in every run, so that a
 change fails for what it changed; what nobody has tried yet is for `make fuzz`, `make law-plants` and `make law-fuzz`.
+
+`make test` has three processes: one for the tiers that compute in their own, two that share the files of those that mostly wait
+for servers and control planes. OpenMP waits passively here as it does in the server: a spinning barrier beside a busy neighbour
+takes 10 × as long.
 """
 
 from __future__ import annotations
@@ -22,12 +26,33 @@ from hypothesis import settings
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a shell puts in the background; our children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # before the first import of torch
+
 settings.register_profile("weir", deadline=None, derandomize=True)
 settings.load_profile("weir")
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
 
 REQUIRED = frozenset(m.strip() for m in os.environ.get("WEIR_REQUIRE", "").split(",") if m.strip())
+
+
+COMPUTING = ("tests/parity/", "tests/unit/")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long group first: processes take files in this order."""
+    items.sort(key=lambda item: not item.nodeid.startswith(COMPUTING))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class OneComputes(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "computes" if nodeid.startswith(COMPUTING) else super()._split_scope(nodeid)
+
+    return OneComputes(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
