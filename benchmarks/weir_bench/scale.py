@@ -287,13 +287,13 @@ async def churn(total: int, wave: int) -> dict[str, Any]:
             await until(lambda: not resources and list(boots) == ["kube-root-ca.crt"], 120, f"wave {number} is gone")
             rss.append(run.rss)
             print(number, f"{rss[-1] / 1e6:.1f} MB, {time.monotonic() - began:.0f} s", flush=True)
-        left, took = {}, time.monotonic() - began
-        for _ in range(60):  # the collector has its own pace
+        left, after, took = {}, {}, time.monotonic() - began
+        for _ in range(60):  # the collector has its own pace, and so has the tuner
             left = {kind: len(await plane.kube.list(kind, NAMESPACE, names.MANAGED_SELECTOR)) for kind in kinds}
-            if not any(left.values()):
+            after = await run.metrics()
+            if not any(left.values()) and not after.get("weir_tuner_knob", 0):
                 break
             await asyncio.sleep(1)
-        after = await run.metrics()
     third = max(1, len(rss) // 3)
     early, late = statistics.median(rss[third : 2 * third] or rss), statistics.median(rss[-third:])
     return {
