@@ -28,6 +28,7 @@ class Experiment(NamedTuple):
 
 EXPERIMENTS = {
     "overhead": Experiment(1.5, "what scheduler and cache cost without a model"),
+    "steps": Experiment(1.5, "steps of decode alone, against the machine's roofs"),
     "attention": Experiment(0.7, "attention over pages in place against gathering them"),
     "prefix": Experiment(1.0, "a prefix of 1,024 tokens shared by eight requests"),
     "chunks": Experiment(1.5, "what steps cost for each size of a prefill chunk and of a page"),

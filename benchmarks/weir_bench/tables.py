@@ -45,6 +45,19 @@ def attention(d: dict[str, Any]) -> list[str]:
     return [*table(head, rows), "", f"Roof of reading memory in the same run: {roof}."]
 
 
+def steps(d: dict[str, Any]) -> list[str]:
+    def share(value: float | None) -> str:
+        return f"{value:.0%}" if value is not None else "–"
+
+    rows = [
+        (weights, n, f"{c['seconds']['median'] * 1e3:.2f}", f"{c['tokens_per_second']:.0f}", share(c["read_share"]),
+         share(c["fma_share"]))
+        for weights, cells in d["figures"].items() for n, c in cells.items()
+    ]  # fmt: skip
+    head = ("weights", "rows", "a step, ms", "tokens/s", "of the read roof", "of the multiply-add roof")
+    return [f"Rows of {d['context']} tokens, roofs measured beside each cell.", "", *table(head, rows)]
+
+
 def prefix(d: dict[str, Any]) -> list[str]:
     f = d["figures"]
     warm, cold = (f[f"ttft_seconds_{name}"]["median"] for name in ("with_sharing", "without"))
@@ -146,7 +159,7 @@ def churn(d: dict[str, Any]) -> list[str]:
 
 
 SECTIONS: dict[str, Callable[[dict[str, Any]], list[str]]] = {
-    "overhead": overhead, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
+    "overhead": overhead, "steps": steps, "attention": attention, "prefix": prefix, "streams": streams, "watermark": watermark,
     "policies": policies, "quality": quality, "memory": memory, "fuzz": fuzz, "scale": scale, "churn": churn,
     **report.SECTIONS, "serving-footprint": footprint,
 }  # fmt: skip

@@ -32,9 +32,9 @@ RIVAL = Path(__file__).with_name("rival.py")
 # ---------------------------------------------------------------- arithmetic
 
 
-def cell(server="weir", round=0, clients=8, tps=100.0, itl=0.05, ttft=1.0, output=64, **more):
+def cell(server="weir", round=0, clients=8, tps=100.0, itl=0.05, ttft=1.0, output=64, rows=7.5, **more):
     times = 2.0, tps, ttft, ttft, itl, itl, itl
-    return Cell(server, round, clients, clients, 128, output, *times, 7.0, 1.0, 0.0, 0.0, 2.0, **more)
+    return Cell(server, round, clients, clients, 128, output, *times, rows, 1.0, 0.0, 0.0, 2.0, **more)
 
 
 def server(name="weir", system="weir", precision="float32", weights=400.0, kv=1.0):
@@ -93,6 +93,11 @@ def test_shares_of_roofs_worked_by_hand():
     assert prefill_share(cell(output=1), server(), SHAPE, Roofs(2, 1.0, 1.0)) is None, "an unknown roof is no roof"
     assert decode_shares(cell(itl=None, read_roof=1.0, fma_roof=1.0), server(), SHAPE) == []
     assert decode_shares(cell(), server(), SHAPE) == [], "nor is one that was not measured"
+    mixed = cell(rows=4.0, read_roof=1.0, fma_roof=1e6)
+    assert decode_shares(mixed, server(), SHAPE) == [], "half of what these steps do is prefill"
+    [whole] = figures.whole_share(mixed, server(), SHAPE)
+    assert whole.share == pytest.approx(8 * (SHAPE.prefill_flops(128) + 64 * (200 + 3840)) / 2.0 / 1e6)
+    assert figures.whole_share(cell(), server(), SHAPE) == []
 
 
 def test_a_share_is_of_the_roof_beside_it_and_the_median_counts():

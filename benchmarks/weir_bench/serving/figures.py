@@ -100,10 +100,15 @@ class Shape:
         return prompt * (2.0 * self.layers_parameters + self.attention_flops((prompt + 1) / 2)) + 2.0 * self.head_parameters
 
 
+ALL_DECODE = 0.9
+"""Rows a pass for each client, from which on a step is taken for one of decode alone."""
+
+
 def decode_shares(cell: Cell, server: Server, shape: Shape) -> list[Share]:
     """A step of `clients` rows takes one ITL p50: it reads the weights once and each row's KV (read roof), and computes each
-    row (fma roof). Which of the two limits depends on the rows; both are said. None where no roof was measured beside it."""
-    if not cell.itl_p50:
+    row (fma roof). Which of the two limits depends on the rows; both are said. None where no roof was measured beside it, and
+    none where many a pass had fewer rows: its steps carry prompts as well, and an ITL is not a step of decode."""
+    if not cell.itl_p50 or cell.forward_rows < ALL_DECODE * cell.clients:
         return []
     context = cell.prompt + cell.output / 2
     read = server.weights_bytes + cell.clients * context * server.kv_token_bytes
@@ -117,6 +122,15 @@ def decode_shares(cell: Cell, server: Server, shape: Shape) -> list[Share]:
     ]  # fmt: skip
 
 
+def whole_share(cell: Cell, server: Server, shape: Shape) -> list[Share]:
+    """All operations of a cell, of prompts and of tokens, over its whole time; none where no roof was measured beside it."""
+    if not cell.fma_roof:
+        return []
+    each = shape.prefill_flops(cell.prompt) + cell.output * shape.decode_flops(cell.prompt + cell.output / 2)
+    flops = cell.requests * each / cell.seconds
+    return [Share(server.name, "everything", cell.clients, "fma", flops / cell.fma_roof, flops, 0.0)]
+
+
 def prefill_share(cell: Cell, server: Server, shape: Shape, roofs: Roofs) -> Share | None:
     """Of a cell whose requests generate one token: all its time is prefill."""
     if roofs.gemm is None:
@@ -128,8 +142,8 @@ def prefill_share(cell: Cell, server: Server, shape: Shape, roofs: Roofs) -> Sha
 
 def median_shares(cells: Sequence[Cell], server: Server, shape: Shape) -> list[Share]:
     """Of each roof the (lower) median of what cells of one kind reached, each under the roof that was measured beside it."""
-    each = [share for c in cells for share in decode_shares(c, server, shape)]
-    kinds = [[s for s in each if s.roof == roof] for roof in dict.fromkeys(s.roof for s in each)]
+    each = [share for c in cells for share in (*decode_shares(c, server, shape), *whole_share(c, server, shape))]
+    kinds = [[s for s in each if (s.phase, s.roof) == kind] for kind in dict.fromkeys((s.phase, s.roof) for s in each)]
     return [_median(kind, lambda s: s.share) for kind in kinds]
 
 

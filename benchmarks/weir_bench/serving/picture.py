@@ -73,7 +73,7 @@ def _roofline(axis: Any, doc: Document) -> None:
         axis.axhline(doc.roofs.gemm / 1e9, color=INK, linewidth=0.8, linestyle=":")
         axis.text(left * 1.3, doc.roofs.gemm / 1e9 * 1.05, f"best product {doc.roofs.gemm / 1e9:.0f}", fontsize=8)
     for server in doc.servers:
-        points = [s for s in doc.shares if s.server == server.name and s.roof != "read"]
+        points = [s for s in doc.shares if s.server == server.name and s.roof != "read" and s.intensity]
         fill = "full" if server == doc.servers[0] else "none"
         axis.plot([p.intensity for p in points], [p.flops_per_second / 1e9 for p in points], "o", markersize=5,
                   color=_style(doc, server.name)["color"], fillstyle=fill)  # fmt: skip

@@ -79,7 +79,8 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 class Share(msgspec.Struct, frozen=True):
-    """How much of a roof was reached. `roof`: read, fma or gemm; `intensity`: operations for each byte read."""
+    """How much of a roof was reached. `phase`: decode, prefill or everything; `roof`: read, fma or gemm; `intensity`:
+    operations for each byte read, 0 of everything: its phases differ."""
 
     server: str
     phase: str
