@@ -56,8 +56,8 @@ async def steady(url: str, keep: bool, stop: asyncio.Event, seen: list[Any]) -> 
         while not stop.is_set():
             try:
                 async with session.post(f"{url}/v1/completions", json=BODY) as answer:
-                    await answer.read()
-                    seen.append(answer.status)
+                    text = await answer.text()
+                    seen.append(200 if answer.status == 200 else f"{answer.status} {text}")
             except aiohttp.ClientError as e:
                 seen.append(repr(e))
 
@@ -187,10 +187,11 @@ async def test_a_sidecar_serves_the_application_beside_it(release: str, namespac
     app = next(c for c in manifest["spec"]["template"]["spec"]["containers"] if c["name"] == "app")
     app["image"] = SERVER_IMAGE
     app["command"] = ["python3", "-c", (
-        "import json, time, urllib.request as u\n"
+        "import json, signal, urllib.request as u\n"
+        "signal.signal(signal.SIGTERM, lambda *_: exit())\n"
         f"ask = u.Request('http://127.0.0.1:{HTTP_PORT}/v1/completions', json.dumps({BODY!r}).encode(), "
         "{'Content-Type': 'application/json'})\n"
-        "print(u.urlopen(ask, timeout=120).status, flush=True)\ntime.sleep(1e9)"
+        "print(u.urlopen(ask, timeout=120).status, flush=True)\nsignal.pause()"
     )]
     kubectl("apply", "-f", "-", text=yaml.safe_dump(manifest))
     await ready(namespace, name)
