@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
+import time
 
 import requests
 from serving import Server, wait_for
@@ -44,6 +46,19 @@ def test_after_it_the_drain_begins_and_the_end_is_a_good_one(start):
     own.process.send_signal(signal.SIGTERM)
     assert own.process.wait(60) == 0
     assert own.output().index("leaving: requests are taken for another 1 s") < own.output().index("draining: ")
+
+
+def test_while_somebody_has_not_heard_it_goes_on_taking_requests_for_half_of_the_time_to_drain(start):
+    """A node's proxy that is behind: a new connection for each request, long after the time to leave."""
+    own: Server = start("--null-model", "--leave-seconds", "1", "--drain-timeout", "12").wait_until_serving()
+    own.process.send_signal(signal.SIGTERM)
+    began, served = time.monotonic(), 0
+    with contextlib.suppress(requests.ConnectionError):  # with nothing left to serve it ends at once
+        while own.post("/v1/completions", {"prompt": "x", "max_tokens": 2}).status_code == 200:
+            served += 1
+            time.sleep(0.1)
+    assert served > 20 and 6 < time.monotonic() - began < 15, "a while longer, and not for ever"
+    assert own.process.wait(30) == 0
 
 
 def test_a_second_signal_does_not_wait_for_anybody(start):

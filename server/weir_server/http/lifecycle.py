@@ -26,6 +26,8 @@ from weir_server.link.messages import Ready
 log = logging.getLogger("weir")
 TICK_SECONDS = 0.5
 LAST_WRITES_SECONDS = 5.0
+QUIET_SECONDS = 2.0
+"""Without a request, after which nobody is taken to send any more to a server that leaves."""
 BACKLOG = 1024
 TERMINATED = 143
 T = TypeVar("T")
@@ -171,21 +173,29 @@ async def _ticks(service: Service) -> NoReturn:
         service.tick()
 
 
-async def _leave(service: Service, signals: Signals) -> None:
+async def _leave(service: Service, signals: Signals) -> float:
     """Whoever sends traffic here learns only now that we go: for a while everything is served as ever, and each answer closes
-    its connection, so that the next request of that client goes elsewhere."""
+    its connection, so that the next request of that client goes elsewhere. Where requests still come then, somebody has not
+    heard (a node's proxy that is behind): it goes on until none has come for QUIET_SECONDS, for at most half of the time to
+    drain. Returns how much of that it took."""
     service.leaving = True
-    if seconds := service.options.leave_seconds:
-        log.info("leaving: requests are taken for another %.0f s", seconds)
+    seconds = service.options.leave_seconds
+    if not seconds:
+        return 0.0
+    log.info("leaving: requests are taken for another %.0f s", seconds)
+    planned = until = service.now() + seconds
+    latest = planned + service.options.drain_timeout() / 2
+    while (left := until - service.now()) > 0 and not signals.second.is_set():
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(signals.second.wait(), seconds)
+            await asyncio.wait_for(signals.second.wait(), left)
+        until = min(latest, max(planned, service.asked_at + QUIET_SECONDS))
+    return max(0.0, service.now() - planned)
 
 
 async def _drained(service: Service, signals: Signals) -> int:
     """After the first signal: until no call is left, or the deadline and what the last writes may take."""
     await signals.first.wait()
-    await _leave(service, signals)
-    service.begin_drain()
+    service.begin_drain(await _leave(service, signals))
     assert service.drain_deadline is not None
     left = max(0.0, service.drain_deadline - service.now()) + LAST_WRITES_SECONDS
     insist = asyncio.ensure_future(signals.second.wait())

@@ -92,6 +92,7 @@ class Service:
         self._pushed, self._unsettled = _steered(r.boot), False
         self.vocab = r.vocab_size
         self.drain_deadline: float | None = None
+        self.asked_at = -math.inf  # when the last call came
         self.idle = asyncio.Event()  # set while no call is live
         self.idle.set()
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="text")
@@ -126,6 +127,7 @@ class Service:
         return seconds if self.drain_deadline is None else max(1, min(seconds, math.ceil(self.drain_deadline - now)))
 
     def queue(self, call: Call) -> None:
+        self.asked_at = self.now()
         self.book.queue(call)
         self.idle.clear()
 
@@ -193,11 +195,11 @@ class Service:
         self.engine.send(Trace())
         return await asyncio.wait_for(asked, TRACE_SECONDS)
 
-    def begin_drain(self) -> None:
-        """Queue nothing new; the engine serves what it has until the drain timeout."""
+    def begin_drain(self, spent: float = 0.0) -> None:
+        """Queue nothing new; the engine serves what it has until the drain timeout, of which `spent` seconds are gone."""
         if self.drain_deadline is None:
             self.board.draining = True
-            timeout = self.options.drain_timeout()
+            timeout = max(0.0, self.options.drain_timeout() - spent)
             self.drain_deadline = self.now() + timeout
             log.info("draining: %d calls in flight, at most %.0f s", len(self.book.calls), timeout)
             self.engine.send(Drain(self.drain_deadline))
