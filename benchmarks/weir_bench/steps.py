@@ -11,13 +11,13 @@ prompts; `weir_bench.serving` has those.
 from __future__ import annotations
 
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
 from weir_bench import results, roofs
+from weir_bench.attention import timed
 from weir_bench.inprocess import boot, load, quiet
 from weir_bench.serving.figures import Shape
 from weir_bench.serving.peers import shape_of
@@ -41,20 +41,16 @@ def rows_of(count: int, page: int) -> list[Any]:
 
 
 def step_seconds(runner: Any, count: int, page: int, repeats: int) -> dict[str, float]:
-    work, times = rows_of(count, page), []
-    for _ in range(repeats + 3):
-        start = time.perf_counter()
-        runner.execute(work)
-        times.append(time.perf_counter() - start)
-    return results.spread(times[3:])
+    """The first three warm up."""
+    work = rows_of(count, page)
+    return results.spread([timed(lambda: runner.execute(work)) for _ in range(repeats + 3)][3:])
 
 
 def cell(
     seconds: dict[str, float], count: int, model: Any, page: int, shape: Shape, roof: roofs.Roofs | None,
 ) -> dict[str, Any]:
     """A step's figures. `read_share`, `fma_share`: None where no roof could be measured."""
-    read = model.weights_bytes + count * CONTEXT * model.chunk_bytes(page) / page
-    flops = count * shape.decode_flops(CONTEXT)
+    read, flops = shape.step(count, CONTEXT, model.weights_bytes, model.chunk_bytes(page) / page)
     return {
         "seconds": seconds, "tokens_per_second": count / seconds["median"],
         "read_share": read / seconds["median"] / roof.read if roof else None,

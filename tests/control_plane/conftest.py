@@ -45,6 +45,13 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
             process.wait(15)
 
 
+@pytest.fixture
+def kube_config(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kube.connect() in this process means the cluster under test; the client read the variable when it was imported."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
+
+
 def new_namespace(cluster: Cluster) -> str:
     name = f"t-{uuid.uuid4().hex[:8]}"
     cluster.kubectl("create", "namespace", name)

@@ -179,11 +179,9 @@ async def test_offered_work_doubles_and_falls_and_no_hand_over_dips(
 
 
 async def test_the_status_comes_first_and_another_process_ends_what_one_began(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, namespace: str, kube_config: None,
 ) -> None:
     """Each write of a scale-in may be the last one of its process. A pass after it writes nothing."""
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
     await asyncio.to_thread(cluster.apply, resource(replicas=3, autoscaling=OWN), namespace)
     key = f"{namespace}/chat"
 
@@ -222,11 +220,9 @@ async def test_the_status_comes_first_and_another_process_ends_what_one_began(
 
 
 async def test_what_is_taken_over_is_what_is_there_not_what_watches_last_told(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch, kube_config: None,
 ) -> None:
     """A watch of the Deployment that is behind, and a last write of the other autoscaler's that ours collides with."""
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
     run, key = asyncio.to_thread, f"{namespace}/chat"
     await run(cluster.apply, resource(replicas=1, autoscaling={**OWN, "mode": "External"}), namespace)
     async with await Kube.connect() as kube:
@@ -300,10 +296,8 @@ def test_the_recipes_are_accepted_by_the_definitions_that_they_are_for(
 
 
 async def test_a_larger_envelope_is_rolled_out_once_and_told(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, namespace: str, kube_config: None,
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
     grows = {"envelope": "Roll", "knobs": {"maxBatchSize": {"max": 64}}}
     wanted = resource(engine={"limits": {"maxBatchSize": 8}}, tuning=grows)
     await asyncio.to_thread(cluster.apply, wanted, namespace)

@@ -37,10 +37,8 @@ async def _until(what: Any, seconds: float, why: str) -> Any:
 
 
 async def test_what_the_tuner_knows_survives_in_the_status_and_is_written_once(
-    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch,
+    cluster: Cluster, namespace: str, kube_config: None,
 ) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
-    monkeypatch.setattr("kubernetes.aio.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(cluster.kubeconfig))
     await asyncio.to_thread(cluster.apply, resource(), namespace)
     pending = Pending(1.5, {"max_batch_size": 4.0}, {"max_batch_size": 8.0}, 2.5)
     state = TunerState(None, {

@@ -95,6 +95,10 @@ class Shape:
     def decode_flops(self, context: float) -> float:
         return 2.0 * self.parameters + self.attention_flops(context)
 
+    def step(self, rows: int, context: float, weights_bytes: float, kv_token_bytes: float) -> tuple[float, float]:
+        """Least bytes read and operations of a step of decode alone: the weights once, each row's KV, and each row."""
+        return weights_bytes + rows * context * kv_token_bytes, rows * self.decode_flops(context)
+
     def prefill_flops(self, prompt: int) -> float:
         """Of a whole prompt; the head reads its last token alone."""
         return prompt * (2.0 * self.layers_parameters + self.attention_flops((prompt + 1) / 2)) + 2.0 * self.head_parameters
@@ -110,9 +114,7 @@ def decode_shares(cell: Cell, server: Server, shape: Shape) -> list[Share]:
     none where many a pass had fewer rows: its steps carry prompts as well, and an ITL is not a step of decode."""
     if not cell.itl_p50 or cell.forward_rows < ALL_DECODE * cell.clients:
         return []
-    context = cell.prompt + cell.output / 2
-    read = server.weights_bytes + cell.clients * context * server.kv_token_bytes
-    flops = cell.clients * shape.decode_flops(context)
+    read, flops = shape.step(cell.clients, cell.prompt + cell.output / 2, server.weights_bytes, server.kv_token_bytes)
     return [
         Share(server.name, "decode", cell.clients, roof, rate / top, flops / cell.itl_p50, flops / read)
         for roof, rate, top in (

@@ -185,10 +185,12 @@ class Reconciler:
     async def _make(self, resource: InferenceDeployment, defaults: Defaults) -> None:
         """Have exactly the children that are wanted. Raises NameTaken, Retry, ApiError."""
         meta, absent = resource.metadata, set[Where]()
-        await self._find(resource, ("Deployment", meta.namespace, meta.name), absent)  # its pods keep what it was made with
-        if takes_over(resource, self._observed(resource)):
-            await self._read(resource, ("Deployment", meta.namespace, meta.name))
+        deployment = ("Deployment", meta.namespace, meta.name)
+        await self._find(resource, deployment, absent)  # its pods keep what it was made with
         seen = self._observed(resource)
+        if takes_over(resource, seen):
+            await self._read(resource, deployment)
+            seen = self._observed(resource)
         for pod, cost in marks(resource, seen):
             await self.writer.annotate("Pod", pod, {names.DELETION_COST: cost})
         wanted = children(resource, defaults, seen)

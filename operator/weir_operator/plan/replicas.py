@@ -60,7 +60,8 @@ def decided_replicas(resource: InferenceDeployment) -> int | None:
 def takes_over(resource: InferenceDeployment, seen: Observed) -> bool:
     """Whether the number becomes ours in this pass: what the Deployment has now is what the last owner left."""
     of_this_spec = resource.status.get("observedGeneration") == resource.metadata.generation
-    return internal(resource, seen) and seen.scalable and not (of_this_spec and decided_replicas(resource) is not None)
+    ours = of_this_spec and decided_replicas(resource) is not None
+    return internal(resource, seen) and seen.scalable and _present(seen) is not None and not ours
 
 
 def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
@@ -72,9 +73,7 @@ def wanted_replicas(resource: InferenceDeployment, seen: Observed) -> int:
     if external(resource, seen) or not seen.scalable:
         return taken
     decided = decided_replicas(resource)
-    if decided is None or (present is not None and takes_over(resource, seen)):
-        return _allowed(resource, taken)
-    return _allowed(resource, decided)
+    return _allowed(resource, taken if decided is None or takes_over(resource, seen) else decided)
 
 
 def _allowed(resource: InferenceDeployment, number: int) -> int:

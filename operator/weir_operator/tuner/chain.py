@@ -58,7 +58,7 @@ class Model:
     def under(self, factor: float) -> Model:
         """The same pod with `factor` times as much offered."""
         mix = replace(self.mix, offered=factor * self.mix.offered, quantiles=tuple(factor * q for q in self.mix.quantiles))
-        return Model(self.plant, mix, self.spread, self.prefill, self.kv_rows, self._decoding, self._met)
+        return replace(self, mix=mix)  # with what is known of its slots: none of that depends on what is offered
 
     def stretch(self, decoding: float) -> float:
         """How much longer a prefill takes for others being prefilled too (M/D/1 in prefill chunks)."""
