@@ -55,12 +55,12 @@ class Roofs:
             subprocess.run(["cc", *flags, "-c", ROOFS, "-o", f"{built}.o"], check=True)
             subprocess.run(["cc", "-shared", f"{built}.o", "-o", built], check=True)
             library = ctypes.CDLL(str(built))
-        library.read_floats.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+        library.read_floats.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         library.multiply_add.argtypes = [ctypes.c_size_t]
         return cls(library, lanes)
 
     def read(self, weight: torch.Tensor) -> None:
-        self.library.read_floats(weight.data_ptr(), weight.numel())
+        self.library.read_floats(weight.data_ptr(), weight.numel(), 2)
 
     def fma(self) -> None:
         self.library.multiply_add(FMA_STEPS)

@@ -4,8 +4,9 @@
 
 The kernel reads the pages where they lie. The rival does what a paged cache without such a kernel must: index_select of
 each layer's pages into buffers that were allocated once (out=), then torch's own scaled_dot_product_attention over them, on a
-pool laid out as it likes best. Both do every layer of the model once for each measurement, interleaved; beside them the rate
-at which this machine reads memory, in the same run. Sixteen rows of 4,096 tokens are measured in place alone.
+pool laid out as it likes best. Both do every layer of the model once for each measurement, interleaved; before and after each
+cell the rate at which this machine reads memory, and the better of the two counts (decision 147). Sixteen rows of 4,096 tokens
+are measured in place alone.
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def main() -> None:
 
     model, figures, raw = load(boot(args.model)), {}, {}
     with Progress() as progress, torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
-        program = roofs.build(Path(folder))
-        measured = [roofs.measure(program)] if program else []
+        beside = roofs.Beside(roofs.build(Path(folder)))
         for batch, length, rival in CELLS:
             name = f"{batch} x {length}"
             runs, size = contenders(model, batch, length, rival)
@@ -104,19 +104,18 @@ def main() -> None:
             for _ in progress.track(range(args.repeats), description=f"{name} tokens"):
                 for kind, run in runs.items():
                     times[kind].append(timed(run))
+            measured = beside.cell()
+            roof = measured.read if measured else None
             medians = {kind: results.spread(values)["median"] for kind, values in times.items()}
             figures[name] = {
                 **({"gather_against_paged": medians["gather"] / medians["paged"]} if rival else {}),
                 "paged_bytes_per_second": size / medians["paged"],
                 **{f"{kind}_seconds": seconds for kind, seconds in medians.items()},
+                "read_roof": roof, "read_roof_share": size / medians["paged"] / roof if roof else None,
             }  # fmt: skip
             raw[name] = times
             del runs
-            measured += [roofs.measure(program)] if program else []
-    roof = roofs.best(measured).read if measured else None
-    for cell in figures.values():
-        cell["read_roof_share"] = cell["paged_bytes_per_second"] / roof if roof else None
-    outcome = {"figures": figures, "page": PAGE, "read_roof": roof, "seconds": raw}
+    outcome = {"figures": figures, "page": PAGE, "seconds": raw}
     print(results.write("attention", outcome, args.output), figures)
 
 

@@ -57,12 +57,15 @@ def null_boot(**values: Any) -> Boot:
 
 
 def load(values: Boot) -> Model:
-    """The model that `values` name; loading it takes seconds, so cells share it."""
+    """The model that `values` name; loading it takes seconds, so cells share it. As a server is some seconds
+    after its start."""
     if values.null_model:
         return NullModel(values.page_size)
     from weir_server.exec.runner import load as load_model  # torch: not for the null model
 
-    return load_model(values)
+    model = load_model(values)
+    model.settle()
+    return model
 
 
 class Bench:

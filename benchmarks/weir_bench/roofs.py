@@ -70,6 +70,19 @@ def best(measured: Sequence[Roofs], gemm: float | None = None) -> Roofs:
     return Roofs(measured[0].threads, max(m.read for m in measured), max(m.fma for m in measured), gemm)
 
 
+class Beside:
+    """Roofs before and after each cell of a run; the better of the two is the cell's (decision 147). None without a program."""
+
+    def __init__(self, program: Path | None) -> None:
+        self._program = program
+        self._before = measure(program) if program else None
+
+    def cell(self) -> Roofs | None:
+        """Of what was measured since the last cell, or since the beginning."""
+        before, self._before = self._before, measure(self._program) if self._program else None
+        return best([before, self._before]) if before and self._before else None
+
+
 def gemm_peak(seconds: float = 0.5) -> float:
     """Operations a second of the best product, from a process of its own: torch stays out of the caller."""
     command, found_in = [sys.executable, "-m", "weir_bench.roofs", "--gemm", str(seconds)], Path(__file__).resolve().parents[1]

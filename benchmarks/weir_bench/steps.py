@@ -72,13 +72,10 @@ def main() -> None:
             model, shape, page = load(values), shape_of(Path(values.model)), values.page_size
             runner = model.runner(2 + max(ROWS) * -(-(CONTEXT + 1) // page))
             results.moved({"own kernels": "own" in model.linear})
-            before = roofs.measure(program) if program else None
+            beside = roofs.Beside(program)
             for count in ROWS:
                 seconds = step_seconds(runner, count, page, args.repeats)
-                after = roofs.measure(program) if program else None
-                roof = roofs.best([before, after]) if before and after else None
-                figures.setdefault(weights, {})[str(count)] = cell(seconds, count, model, page, shape, roof)
-                before = after
+                figures.setdefault(weights, {})[str(count)] = cell(seconds, count, model, page, shape, beside.cell())
                 progress.advance(task)
             del runner, model
     print(results.write("steps", {"figures": figures, "context": CONTEXT}, args.output))

@@ -13,7 +13,7 @@ from parity_families import make, prompt
 from parity_rows import Row, make_runner, step
 
 from weir_server.contract import FULL, SLIDING
-from weir_server.exec import library, program
+from weir_server.exec import cpu, library, program
 from weir_server.exec.cpu import CpuBackend
 from weir_server.exec.gather import GatherBackend
 from weir_server.exec.interface import RowWork
@@ -177,6 +177,31 @@ def test_attention_is_the_oracles(
     for b in {b for work in works for b in work.blocks}:
         ours, theirs = (pool.block(kind, b).float() for pool in pools)
         assert torch.allclose(ours, theirs, atol=1e-6, rtol=2.0**-7 if dtype is torch.bfloat16 else 1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [*GROUPS, (10, 10, 16), (15, 5, 64)], ids=str)
+def test_heads_read_in_one_go_have_the_bits_that_they_have_alone(
+    shape: tuple[int, int, int], dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several streams, an odd head left over, more heads than a tile takes at once: the order of every sum stays."""
+    c, page = config(*shape, window), 16
+    pool = KvPool(c, page, 2 + 5 * 4, dtype)
+    pool.flat.copy_(torch.randn(pool.flat.shape, generator=torch.Generator().manual_seed(3)))
+    works = [_row(list(range(2 + 4 * i, 6 + 4 * i)), n - 1, 1) for i, n in enumerate((1, 15, 16, 17, 61))]
+    flat = flatten(works, page, c)
+    qkv = torch.randn(len(works), (c.heads + 2 * c.kv_heads) * c.head_dim)
+
+    def attended(tiles_each: int) -> tuple[int, torch.Tensor]:
+        monkeypatch.setattr(cpu, "_TILES_EACH", tiles_each)
+        backend = CpuBackend(config=c, pool=pool)
+        run = backend.compile(lambda ops, x: ops.attention(layer=0, qkv=x), qkv.shape[1])
+        return backend._scratch_for(len(works), 61)[0], run(qkv.clone(), flat).clone()
+
+    (one, alone), (several, together) = attended(1 << 20), attended(1)
+    assert (one, several) == (1, min(c.kv_heads, library.load_library().weir_most_heads()))
+    assert torch.equal(alone, together)
 
 
 def at_level(level: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from typing import NamedTuple, Protocol
 
@@ -50,6 +51,7 @@ class Model(Protocol):
     def geometry(self, page_size: int) -> Geometry: ...
     def activation_bytes(self, max_tokens: int) -> int: ...
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> Runner: ...
+    def settle(self) -> None: ...
 
 
 class Plan(NamedTuple):
@@ -88,6 +90,7 @@ def run(boot: Boot, channel: Channel) -> None:
             swap_bytes=usable_chunks(plan.sizing.swap_chunks) * runner.geometry.chunk_bytes,
         )
     )
+    threading.Thread(target=model.settle, name="settle", daemon=True).start()
     loop(engine, channel)
 
 

@@ -36,12 +36,11 @@ enum {
 };
 
 typedef struct {
-    int rows, rows_q8, few, together;
+    int rows, rows_q8, few[2], together; /* [bits8] */
     void (*tile)(int rows, int64_t K, const float *x, int64_t ldx, const float *w, float *y, int64_t ldy, int add,
                  const char *next, int lines);
     void (*tile_q8)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y, int64_t ldy);
-    void (*tile_together)(int rows, int64_t K, const float *x, int64_t ldx, const int8_t *w, int64_t bytes, float *y,
-                          int64_t ldy);
+    void (*tile_together[2])(int rows, int64_t K, const float *x, int64_t ldx, const void *w, int64_t bytes, float *y, int64_t ldy);
     void (*widen_panel)(int64_t groups, const int8_t *w, float *out);
 } Isa;
 
@@ -51,6 +50,7 @@ typedef struct {
 #define ROWS 2
 #define ROWS_Q8 1
 #define FEW 1
+#define FEW_Q8 1
 #define TOGETHER 1
 #include "gemm_tile.h"
 
@@ -60,7 +60,8 @@ typedef struct {
 #define LANES 8
 #define ROWS 6
 #define ROWS_Q8 4
-#define FEW 2
+#define FEW 3
+#define FEW_Q8 2
 #define TOGETHER 2
 #include "gemm_tile.h"
 
@@ -69,7 +70,8 @@ typedef struct {
 #define LANES 16
 #define ROWS 12
 #define ROWS_Q8 4
-#define FEW 2
+#define FEW 3
+#define FEW_Q8 2
 #define TOGETHER 4
 #include "gemm_tile.h"
 
@@ -138,7 +140,7 @@ static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_
     const float *x = g->x + row * g->ldx, *bias = g->bias ? g->bias + p * WIDTH : 0;
     float *y = g->y + row * g->ldy + p * WIDTH, wide[MOST_ROWS * WIDTH];
     if (together > 1) {
-        isas[g->isa]->tile_together((int)m, g->K, x, g->ldx, (const int8_t *)w, bytes, y, g->ldy);
+        isas[g->isa]->tile_together[g->bits8]((int)m, g->K, x, g->ldx, w, bytes, y, g->ldy);
     } else if (width == WIDTH) {
         panel(isas[g->isa], m, g->K, x, g->ldx, w, y, g->ldy);
     } else {
@@ -150,13 +152,14 @@ static void multiply_panel(const Product *g, Panel *panel, int64_t bytes, int64_
 }
 
 /* A thread takes the panels of its own share in order, for one block of rows after the other; then what is left of the others':
- * one that shares its core with another process does not keep the rest waiting. Few rows take several panels of 8 bits at once,
- * but for what is left at the end of a share and for a narrow last panel. */
+ * one that shares its core with another process does not keep the rest waiting. Few rows take several panels at once, but for what is
+ * left at the end of a share and for a narrow last panel: an element's chain of multiply-adds takes longer than memory does, and
+ * several streams are read faster than one. */
 void weir_product_share(const Product *g, Share *shares, int threads, int self) {
     Panel *panel = g->bits8 ? panel_q8 : panel_f32;
     int64_t bytes = g->bits8 ? ceil_div(g->K, GROUP) * GROUP_BYTES : g->K * LINE;
     int64_t panels = ceil_div(g->N, WIDTH), block = X_FLOATS / (g->K + 1);
-    int64_t most = g->bits8 && g->M <= isas[g->isa]->few ? isas[g->isa]->together : 1;
+    int64_t most = g->M <= isas[g->isa]->few[g->bits8] ? isas[g->isa]->together : 1;
     block = smaller(block < LEAST_ROWS ? LEAST_ROWS : block, MOST_ROWS);
     for (int i = 0; i < threads; i++) {
         int owner = (self + i) % threads;

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from weir_server.exec.library import load_library
+from weir_server.exec.memory import Arena
 from weir_server.exec.step import UnsupportedError
 from weir_server.model.int8 import Int8Matrix, Matrix
 
@@ -51,6 +52,7 @@ class NativeKind:
         Raises UnsupportedError where there is no compiled library, ValueError for an instruction set that is not here.
         """
         self.library = library = load_library()
+        self.arena = Arena()
         if not hasattr(library, "weir_gemm"):
             raise UnsupportedError("the C kernels were built without matrix products")
         best = int(library.weir_gemm_isa())
@@ -73,9 +75,12 @@ class NativeKind:
             return NativeLinear(self, weight.lines, weight.shape, int8=True)
         out, width = weight.shape
         weight = weight.detach().to(torch.float32).contiguous()
-        packed = torch.empty(self.library.weir_gemm_bytes(out, width) // 4)
+        packed = self.arena.empty(self.library.weir_gemm_bytes(out, width) // 4)
         self.library.weir_gemm_pack(out, width, weight.data_ptr(), packed.data_ptr())
         return NativeLinear(self, packed, (out, width), int8=False)
+
+    def settle(self) -> None:
+        self.arena.move()
 
     def __str__(self) -> str:
         return f"own on {ISA_NAMES[self.isa]}, independent of the row count"

@@ -15,12 +15,21 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #define LOWEST -3.0e38f
 
-enum { AHEAD = 2 }; /* pieces of keys or values */
+enum { AHEAD = 2, STREAMS = 2 }; /* pieces from what is read to what is fetched; read at once, of as many heads */
 
 /* Keys of a head on the page of positions index · page …; its values lie `half` numbers further. */
 INLINE char *page_of(const Attention *a, int size, const int64_t *table, int index, int head) {
     return a->pool + (table[index] + (int64_t)head * a->dim * a->page) * size;
 }
+
+/* What a tile's queries read: keys of `positions` positions from `base` (a multiple of TILE) on, then their values, in pieces of
+ * TILE positions of one head, in each page head after head as they lie. `pieces`: of the keys. */
+typedef struct {
+    const Attention *a;
+    const int64_t *table;
+    int head, heads, base, positions, pieces;
+    int apart; /* numbers from a head's queries to the next one's */
+} Reading;
 
 /* Keys or values of TILE positions of a row: head_dim times TILE numbers, `stride` bytes apart. */
 typedef struct {
@@ -28,18 +37,15 @@ typedef struct {
     int64_t stride;
 } Piece;
 
-/* Of the positions from j on, a multiple of TILE. */
-INLINE Piece piece(const Attention *a, int size, const int64_t *table, int head, int j, int of_values) {
-    const char *page = page_of(a, size, table, j / a->page, head);
-    if (of_values) return (Piece){page + (a->half + (int64_t)(j % a->page) * a->dim) * size, TILE * size};
-    return (Piece){page + j % a->page * size, (int64_t)a->page * size};
-}
-
-/* What is read AHEAD pieces after offset `at` of: the keys of `padded` positions from `base` on, then their values. */
-INLINE Piece piece_ahead(const Attention *a, int size, const int64_t *table, int head, int base, int padded, int at) {
-    at += AHEAD * TILE;
-    if (at >= 2 * padded) at = 2 * padded - TILE;
-    return at < padded ? piece(a, size, table, head, base + at, 0) : piece(a, size, table, head, base + at - padded, 1);
+/* Piece i in the order of reading, or the last one. */
+INLINE Piece piece(const Reading *r, int size, int i) {
+    if (i >= 2 * r->pieces) i = 2 * r->pieces - 1;
+    int of_values = i >= r->pieces;
+    i -= of_values * r->pieces;
+    int j = r->base + i / r->heads * TILE, slot = j % r->a->page;
+    const char *page = page_of(r->a, size, r->table, j / r->a->page, r->head + i % r->heads);
+    if (of_values) return (Piece){page + (r->a->half + (int64_t)slot * r->a->dim) * size, TILE * size};
+    return (Piece){page + slot * size, (int64_t)r->a->page * size};
 }
 
 /* The nearest bfloat16, of two as near the even one; what is no number stays none. */
@@ -98,7 +104,7 @@ int weir_select(int most) {
 
 /* ------------------------------------------------------------------------------------------------ what is called */
 
-void weir_attend_tile(const Attention *a, const float *qkv, float *out, int t, int count, int head, float *scores) {
+void weir_attend_tile(const Attention *a, const float *qkv, float *out, int t, int count, int head, int heads, float *scores) {
     Queries queries;
     int n = 0, group = a->heads / a->kv_heads;
     const int64_t *table = a->tables + (int64_t)a->row_of[t] * a->table_width;
@@ -109,10 +115,11 @@ void weir_attend_tile(const Attention *a, const float *qkv, float *out, int t, i
         queries.first[n] = a->window && last >= a->window ? last - a->window + 1 : 0;
         queries.last[n++] = last;
         if (n == MAX_QUERIES || i + 1 == count * group) {
-            weir_kernels->attend(n, a, table, head, &queries, scores);
+            weir_kernels->attend(n, a, table, head, heads, &queries, scores);
             n = 0;
         }
     }
 }
 
 int weir_max_queries(void) { return MAX_QUERIES; }
+int weir_most_heads(void) { return MOST_HEADS; }

@@ -19,13 +19,15 @@ typedef struct {
     const int64_t *tables;    /* [rows][table_width]: numbers from block 0 to the block of positions i page … */
     const float *cos, *sin;   /* [context][dim / 2] */
     const float *q_norm, *k_norm; /* [dim], or NULL: heads are not normalised */
-    int64_t scratch_stride;   /* floats of scratch for each thread */
-    float *scratch;
+    int together;             /* KV heads, at most MOST_HEADS, whose keys and values a tile's queries read in one go */
+    int64_t scores_stride;    /* floats of a query's scores */
+    float *scratch;           /* [threads][together][MAX_QUERIES][scores_stride] */
 } Attention;
 
-enum { MAX_QUERIES = 6 }; /* that share a pass over keys: with AVX2 their sums fill 12 of 16 registers */
+enum { MAX_QUERIES = 6, MOST_HEADS = 8 }; /* queries that share a pass over keys: with AVX2 their sums fill 12 of 16 registers */
 
-/* N queries of one row that share a KV head, in order of position; query n sees positions first[n] … last[n]. */
+/* N queries of one row that share a KV head, in order of position; query n sees positions first[n] … last[n]. Those of the next
+ * KV head lie (heads / kv_heads) * dim further. */
 typedef struct {
     const float *q[MAX_QUERIES];
     float *out[MAX_QUERIES];
@@ -41,12 +43,12 @@ typedef struct {
     void (*capped_row)(float *x, int n, float cap);
     /* Normalise and rotate a token's queries (scaled) and keys in place; keys and values go into their page. */
     void (*append_token)(const Attention *a, float *qkv, int t);
-    void (*attend)(int N, const Attention *a, const int64_t *table, int head, const Queries *queries, float *scores);
+    void (*attend)(int N, const Attention *a, const int64_t *table, int head, int heads, const Queries *queries, float *scores);
 } Kernels;
 
 extern const Kernels *weir_kernels;
 
-/* One tile: `count` consecutive tokens of one row from token t on, all query heads of KV head `head`. */
-void weir_attend_tile(const Attention *a, const float *qkv, float *out, int t, int count, int head, float *scores);
+/* One tile: `count` consecutive tokens of one row from token t on, all query heads of KV heads head … head + heads - 1. */
+void weir_attend_tile(const Attention *a, const float *qkv, float *out, int t, int count, int head, int heads, float *scores);
 
 #endif

@@ -13,6 +13,7 @@ typedef uint32_t NAME(words) __attribute__((vector_size(4 * LANES)));
 #define SIZE (bf16 ? (int)sizeof(uint16_t) : (int)sizeof(float))
 #define EACH_PART UNROLL for (int i = 0; i < NAME(PARTS); i++)
 #define EACH_QUERY UNROLL for (int n = 0; n < N; n++)
+#define EACH_HEAD UNROLL for (int h = 0; h < S; h++)
 
 /* LANES numbers of the pool. */
 TARGET INLINE vec NAME(take)(const int bf16, const char *p) {
@@ -109,33 +110,36 @@ TARGET static void NAME(append_token)(const Attention *a, float *qkv, int t) {
     }
 }
 
-/* Scores of N queries against TILE keys that lie across: scores[n][.] = sum over d of q[n][d] k[d][.] */
-TARGET INLINE void NAME(score_keys)(const int N, const int bf16, const float *const *q, Piece keys, int dim, float *scores,
-                                    int64_t stride, Piece next) {
+/* Scores of the N queries of each of S heads against TILE keys that lie across: scores[h][n][.] = sum over d of q[n][h][d] k[h][d][.]
+ * `apart`: numbers from a head's queries to the next one's. */
+TARGET INLINE void NAME(score_keys)(const int N, const int S, const int bf16, const float *const *q, int apart, const Piece *keys,
+                                    int dim, float *scores, int64_t stride, const Piece *next) {
     vec s[MAX_QUERIES][NAME(PARTS)];
-    EACH_QUERY EACH_PART s[n][i] = (vec){0};
-    for (int d = 0; d < dim; d++) {
-        vec k[NAME(PARTS)];
-        __builtin_prefetch(next.at + d * next.stride);
-        EACH_PART k[i] = NAME(take)(bf16, keys.at + d * keys.stride + i * LANES * SIZE);
-        EACH_QUERY EACH_PART s[n][i] += k[i] * q[n][d];
-    }
-    EACH_QUERY EACH_PART store(scores + n * stride + i * LANES, s[n][i]);
+    EACH_HEAD EACH_QUERY EACH_PART s[h * N + n][i] = (vec){0};
+    for (int d = 0; d < dim; d++)
+        EACH_HEAD {
+            vec k[NAME(PARTS)];
+            __builtin_prefetch(next[h].at + d * next[h].stride);
+            EACH_PART k[i] = NAME(take)(bf16, keys[h].at + d * keys[h].stride + i * LANES * SIZE);
+            EACH_QUERY EACH_PART s[h * N + n][i] += k[i] * q[n][h * apart + d];
+        }
+    EACH_HEAD EACH_QUERY EACH_PART store(scores + (h * MAX_QUERIES + n) * stride + i * LANES, s[h * N + n][i]);
 }
 
-/* out[n][0 … dim) += sum over `count` keys, at most TILE, of p[n][key] v[key] */
-TARGET INLINE void NAME(add_values)(const int N, const int bf16, const float *p, int64_t stride, Piece values, int dim,
-                                    int count, float *const *out, Piece next) {
-    for (int d = 0; d < dim; d += TILE, next.at += TILE * next.stride) {
+/* out[n][h][0 … dim) += sum over `count` keys, at most TILE, of p[h][n][key] v[h][key] */
+TARGET INLINE void NAME(add_values)(const int N, const int S, const int bf16, const float *p, int64_t stride, const Piece *values,
+                                    int dim, int count, float *const *out, int apart, const Piece *next) {
+    for (int d = 0; d < dim; d += TILE) {
         vec o[MAX_QUERIES][NAME(PARTS)];
-        EACH_QUERY EACH_PART o[n][i] = load(out[n] + d + i * LANES);
-        for (int j = 0; j < count; j++) {
-            vec v[NAME(PARTS)];
-            __builtin_prefetch(next.at + j * next.stride);
-            EACH_PART v[i] = NAME(take)(bf16, values.at + (j * dim + d + i * LANES) * SIZE);
-            EACH_QUERY EACH_PART o[n][i] += v[i] * p[n * stride + j];
-        }
-        EACH_QUERY EACH_PART store(out[n] + d + i * LANES, o[n][i]);
+        EACH_HEAD EACH_QUERY EACH_PART o[h * N + n][i] = load(out[n] + h * apart + d + i * LANES);
+        for (int j = 0; j < count; j++)
+            EACH_HEAD {
+                vec v[NAME(PARTS)];
+                __builtin_prefetch(next[h].at + (d + j) * next[h].stride);
+                EACH_PART v[i] = NAME(take)(bf16, values[h].at + (j * dim + d + i * LANES) * SIZE);
+                EACH_QUERY EACH_PART o[h * N + n][i] += v[i] * p[(h * MAX_QUERIES + n) * stride + j];
+            }
+        EACH_HEAD EACH_QUERY EACH_PART store(out[n] + h * apart + d + i * LANES, o[h * N + n][i]);
     }
 }
 
@@ -154,32 +158,53 @@ TARGET INLINE float NAME(soften)(float *scores, int first, int last, int padded)
     return 1.0f / NAME(sum)(total);
 }
 
-/* Positions from `base` on: the last multiple of TILE before all that is seen, so that a position has its lane in every company.
- * Keys and values are read once, in pieces of TILE positions; each pass fetches what comes AHEAD pieces later, since pages lie
- * anywhere and the processor follows no further than the end of one. */
-TARGET INLINE void NAME(attend_n)(const int N, const int bf16, const Attention *a, const int64_t *table, int head, const Queries *s,
-                                  float *scores) {
-    int64_t stride = a->scratch_stride / MAX_QUERIES;
-    int base = s->first[0] / TILE * TILE, end = s->last[N - 1] + 1, padded = (end - base + TILE - 1) / TILE * TILE;
-    for (int j = base; j < end; j += TILE)
-        NAME(score_keys)(N, bf16, s->q, piece(a, SIZE, table, head, j, 0), a->dim, scores + j - base, stride,
-                         piece_ahead(a, SIZE, table, head, base, padded, j - base));
-    float inverse[MAX_QUERIES];
-    for (int n = 0; n < N; n++) {
-        inverse[n] = NAME(soften)(scores + n * stride, s->first[n] - base, s->last[n] - base, padded);
-        memset(s->out[n], 0, a->dim * sizeof(float));
+/* One reading of all keys, or of all values, S heads at a time: as many streams, which memory serves faster than one. */
+TARGET INLINE void NAME(read)(const int N, const int S, const int bf16, const int of_values, const Reading *r, const Queries *s,
+                              float *scores) {
+    const Attention *a = r->a;
+    int apart = r->apart;
+    int64_t stride = a->scores_stride;
+    for (int i = 0, taken; i < r->pieces; i += taken) {
+        int h = i % r->heads, j = i / r->heads * TILE, count = r->positions - j < TILE ? r->positions - j : TILE;
+        const float *q[MAX_QUERIES];
+        float *out[MAX_QUERIES], *own = scores + h * MAX_QUERIES * stride + j;
+        Piece here[STREAMS], next[STREAMS];
+        EACH_QUERY q[n] = s->q[n] + h * apart, out[n] = s->out[n] + h * apart;
+        taken = r->heads - h < S ? 1 : S;
+        for (int u = 0, at = i + of_values * r->pieces + u; u < taken; u++, at++)
+            here[u] = piece(r, SIZE, at), next[u] = piece(r, SIZE, at + AHEAD);
+        if (of_values && taken == S) NAME(add_values)(N, S, bf16, own, stride, here, a->dim, count, out, apart, next);
+        else if (of_values) NAME(add_values)(N, 1, bf16, own, stride, here, a->dim, count, out, apart, next);
+        else if (taken == S) NAME(score_keys)(N, S, bf16, q, apart, here, a->dim, own, stride, next);
+        else NAME(score_keys)(N, 1, bf16, q, apart, here, a->dim, own, stride, next);
     }
-    for (int j = base; j < end; j += TILE)
-        NAME(add_values)(N, bf16, scores + j - base, stride, piece(a, SIZE, table, head, j, 1), a->dim,
-                         end - j < TILE ? end - j : TILE, s->out,
-                         piece_ahead(a, SIZE, table, head, base, padded, padded + j - base));
-    EACH_QUERY for (int d = 0; d < a->dim; d += LANES) store(s->out[n] + d, load(s->out[n] + d) * inverse[n]);
+}
+
+/* Positions from `base` on: the last multiple of TILE before all that is seen, so that a position has its lane in every company. */
+TARGET INLINE void NAME(attend_n)(const int N, const int bf16, const Attention *a, const int64_t *table, int head, int heads,
+                                  const Queries *s, float *scores) {
+    const int S = N * STREAMS <= MAX_QUERIES ? STREAMS : 1; /* or their sums do not fit the registers */
+    int base = s->first[0] / TILE * TILE, positions = s->last[N - 1] + 1 - base, tiles = (positions + TILE - 1) / TILE;
+    int apart = a->heads / a->kv_heads * a->dim;
+    Reading r = {a, table, head, heads, base, positions, tiles * heads, apart};
+    NAME(read)(N, S, bf16, 0, &r, s, scores);
+    float inverse[MOST_HEADS][MAX_QUERIES];
+    for (int h = 0; h < heads; h++)
+        EACH_QUERY {
+            float *own = scores + (h * MAX_QUERIES + n) * a->scores_stride;
+            inverse[h][n] = NAME(soften)(own, s->first[n] - base, s->last[n] - base, tiles * TILE);
+            memset(s->out[n] + h * apart, 0, a->dim * sizeof(float));
+        }
+    NAME(read)(N, S, bf16, 1, &r, s, scores);
+    for (int h = 0; h < heads; h++)
+        EACH_QUERY for (float *out = s->out[n] + h * apart, *end = out + a->dim; out < end; out += LANES)
+            store(out, load(out) * inverse[h][n]);
 }
 
 #define CASE(N) \
-    case 2 * N: NAME(attend_n)(N, 0, a, table, head, queries, scores); break; \
-    case 2 * N + 1: NAME(attend_n)(N, 1, a, table, head, queries, scores); break;
-TARGET static void NAME(attend)(int N, const Attention *a, const int64_t *table, int head, const Queries *queries,
+    case 2 * N: NAME(attend_n)(N, 0, a, table, head, heads, queries, scores); break; \
+    case 2 * N + 1: NAME(attend_n)(N, 1, a, table, head, heads, queries, scores); break;
+TARGET static void NAME(attend)(int N, const Attention *a, const int64_t *table, int head, int heads, const Queries *queries,
                                 float *scores) {
     switch (2 * N + !!a->bf16) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 }
@@ -194,6 +219,7 @@ static const Kernels NAME(kernels) = {NAME(rms_norm_row), NAME(gated_row), NAME(
 #undef SIZE
 #undef EACH_PART
 #undef EACH_QUERY
+#undef EACH_HEAD
 #undef NAME
 #undef TARGET
 #undef LANES

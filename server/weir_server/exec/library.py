@@ -22,7 +22,7 @@ class Attention(ctypes.Structure):
         ("window", ctypes.c_int), ("table_width", ctypes.c_int), ("scale", ctypes.c_float), ("eps", ctypes.c_float),
         ("positions", ctypes.c_void_p), ("row_of", ctypes.c_void_p), ("tables", ctypes.c_void_p),
         ("cos", ctypes.c_void_p), ("sin", ctypes.c_void_p), ("q_norm", ctypes.c_void_p), ("k_norm", ctypes.c_void_p),
-        ("scratch_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
+        ("together", ctypes.c_int), ("scores_stride", ctypes.c_int64), ("scratch", ctypes.c_void_p),
     ]  # fmt: skip
 
 

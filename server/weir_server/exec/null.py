@@ -81,5 +81,8 @@ class NullModel:
     def activation_bytes(self, max_tokens: int) -> int:
         return 0
 
+    def settle(self) -> None:
+        pass
+
     def runner(self, num_chunks: int, swap_chunks: int = 0) -> NullRunner:
         return NullRunner(self.geometry(self.page_size))

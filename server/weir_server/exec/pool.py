@@ -16,7 +16,6 @@ where it is written; `release` gives pages back to the system, and they read as 
 
 from __future__ import annotations
 
-import contextlib
 import math
 import mmap
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ import numpy as np
 import torch
 
 from weir_server.contract import Geometry
+from weir_server.exec.memory import anonymous
 from weir_server.kv.pool import RESERVED_CHUNKS
 from weir_server.model.config import DecoderConfig
 
@@ -50,9 +50,7 @@ class KvPool:
             raise ValueError(f"a pool of {num_chunks} chunks has none for rows: {RESERVED_CHUNKS} are reserved")
         self.geometry = geometry(config, page_size, dtype)
         self.page_size, self.num_chunks = page_size, num_chunks
-        self._memory = mmap.mmap(-1, self.geometry.chunk_bytes * num_chunks, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        self._memory = anonymous(self.geometry.chunk_bytes * num_chunks)
         self.flat = torch.frombuffer(self._memory, dtype=dtype)
         self.half = config.kv_heads * config.head_dim * page_size  # numbers of K or V of a page
         self.page = 2 * self.half

@@ -143,11 +143,12 @@ static void attention(const Job *j, Team *team, int self) {
     a.pool += j->op->offset * (a.bf16 ? sizeof(uint16_t) : sizeof(float)), a.q_norm = j->op->q_norm, a.k_norm = j->op->k_norm;
     EACH_OWN(t, j->rows) weir_kernels->append_token(&a, j->in, (int)t);
     meet(team);
-    int64_t units = run->n_tiles * a.kv_heads, u;
+    float *scores = a.scratch + (int64_t)self * a.together * MAX_QUERIES * a.scores_stride;
+    int64_t units = run->n_tiles * ((a.kv_heads + a.together - 1) / a.together), u;
     while ((u = __atomic_fetch_add(&j->shares[0].taken, 1, __ATOMIC_RELAXED)) < units) {
         const int32_t *tile = run->tiles + 2 * (u % run->n_tiles);
-        int head = (int)(u / run->n_tiles);
-        weir_attend_tile(&a, j->in, j->out, tile[0], tile[1], head, a.scratch + self * a.scratch_stride);
+        int head = (int)(u / run->n_tiles) * a.together, left = a.kv_heads - head;
+        weir_attend_tile(&a, j->in, j->out, tile[0], tile[1], head, left < a.together ? left : a.together, scores);
     }
 }
 

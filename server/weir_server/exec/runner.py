@@ -63,7 +63,8 @@ def choose_products(weights: Sequence[Matrix]) -> Products:
     except UnsupportedError as e:
         log.warning("matrix products: torch's, because %s", e)
         return probe(weights)
-    if all(agrees(products, weight) for weight in {w.shape[1]: w for w in reversed(weights)}.values()):  # one for each width
+    of_widths = {w.shape[1]: w for w in reversed(weights)}.values()
+    if all(agrees(NativeKind(), weight) for weight in of_widths):  # packed aside: what is tried is not kept
         return products
     log.warning("matrix products: torch's, because ours differ from them")
     return probe(weights)
@@ -125,6 +126,7 @@ class LoadedModel(ModelSizes):
         held = "int8" if products.keeps_int8 else "int8 held in float32"
         self.weights = held if int8 else "float32"
         self.boot, self.decoder, self.linear = boot, decoder, f"{self.weights}, {products}"
+        self.settle = products.settle
         self.decode_path = NATIVE if decoder.batched else PER_ROW
 
     @property

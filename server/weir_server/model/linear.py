@@ -38,6 +38,10 @@ class Products(Protocol):
         """Pack `weight` [out, in]; the caller may let go of it afterwards."""
         ...
 
+    def settle(self) -> None:
+        """What only makes later products faster; while others multiply, once all weights are packed."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class TorchLinear:
@@ -72,6 +76,9 @@ class TorchProducts:
         if self.packed:
             plain = torch.ops.mkldnn._reorder_linear_weight(plain.contiguous(), _HINT_ROWS)
         return TorchLinear(plain, self.packed, self.pad_single)
+
+    def settle(self) -> None:
+        pass
 
     def __str__(self) -> str:
         name = "oneDNN packed" if self.packed else "F.linear"

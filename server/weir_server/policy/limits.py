@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weir_server.link.errors import UserError
 
 CHUNK_IDLE = 512
-CHUNK_DECODING = 40
+CHUNK_DECODING = 28
 """Prompt tokens of a step while nothing decodes (or has just begun to), and while something does."""
 BEGINNING = 3
 """Tokens with which a row still counts as one that has just begun."""
