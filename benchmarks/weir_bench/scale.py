@@ -49,22 +49,36 @@ KWOK = Path(__file__).with_name("kwok.yaml")
 POLL_SECONDS = 5.0
 
 
-async def until(what: Callable[[], Any], seconds: float, why: str, every: float = 0.05) -> Any:
-    """Poll until `what` gives something true. Ends the run with one line where it does not."""
+async def until(
+    what: Callable[[], Any], seconds: float, why: str, every: float = 0.05, seen: Callable[[], str] = str
+) -> Any:
+    """Poll until `what` gives something true. Ends the run with one line where it does not, and with what was `seen`."""
     deadline = time.monotonic() + seconds
     while not (found := what()):
         if time.monotonic() > deadline:
-            raise SystemExit(f"not within {seconds:.0f} s: {why}")
+            raise SystemExit(f"not within {seconds:.0f} s: {why}. {seen()}".rstrip())
         await asyncio.sleep(every)
     return found
 
 
-async def follow(url: str, kind: str, objects: dict[str, dict[str, Any]]) -> None:
-    """Keep `objects`, by name, as a watch of their kind shows them. Until cancelled."""
+async def _absent(session: aiohttp.ClientSession, target: str) -> bool:
+    """A definition is established a moment before it is served."""
+    async with session.get(target, params={"limit": "1"}, ssl=False) as answer:
+        return answer.status == 404
+
+
+async def follow(url: str, kind: str, objects: dict[str, dict[str, Any]], begun: asyncio.Event) -> None:
+    """Keep `objects`, by name, as a watch of their kind shows them, and say when it has `begun`. Until cancelled."""
     headers = {"Authorization": f"Bearer {ADMIN}", "User-Agent": "weir-bench"}
     async with aiohttp.ClientSession(headers=headers, read_bufsize=2**22) as session:
         target, query = url + path(kind, NAMESPACE), {"watch": "true", "timeoutSeconds": "3600"}
+        for _ in range(100):
+            if not await _absent(session, target):
+                break
+            await asyncio.sleep(0.1)
         async with session.get(target, params=query, ssl=False, timeout=aiohttp.ClientTimeout(total=None)) as answer:
+            answer.raise_for_status()
+            begun.set()
             async for line in answer.content:
                 event = json.loads(line)
                 name = event["object"]["metadata"]["name"]
@@ -119,8 +133,11 @@ class Plane:
     async def watch(self, kind: str) -> AsyncIterator[dict[str, dict[str, Any]]]:
         """The objects of a kind by name, kept up to date while this lasts."""
         objects: dict[str, dict[str, Any]] = {}
-        following = asyncio.create_task(follow(self.cluster.url, kind, objects))
+        begun = asyncio.Event()
+        following = asyncio.create_task(follow(self.cluster.url, kind, objects, begun))
         try:
+            async with asyncio.timeout(30):
+                await begun.wait()
             yield objects
         finally:
             following.cancel()
@@ -199,6 +216,13 @@ def is_ready(obj: dict[str, Any]) -> bool:
     return any(c["type"] == "Ready" and c["status"] == "True" for c in found)
 
 
+def waiting(resources: dict[str, dict[str, Any]]) -> str:
+    """Who is not Ready, and what the first three say."""
+    late = [(name, obj.get("status", {}).get("conditions", ())) for name, obj in resources.items() if not is_ready(obj)]
+    said = [f"{name}: " + ", ".join(f"{c['type']}={c['status']} {c['reason']}" for c in found) for name, found in late[:3]]
+    return f"{len(late)} of {len(resources)} are not: {'; '.join(said)}"
+
+
 def at(values: list[float]) -> dict[str, float]:
     ordered, last = sorted(values), len(values) - 1
     return {"p50": statistics.median(ordered), "p95": ordered[min(last, int(0.95 * len(ordered)))], "most": ordered[last]}
@@ -222,9 +246,15 @@ async def many(count: int, seconds: float, changes: int, keep: Callable[[dict[st
         async with plane.watch(names.KIND) as resources, plane.watch("ConfigMap") as boots:
             await until(lambda: len(resources) == count, 60, "the resources are listed")
             async with Run(plane, "first") as first:
-                await until(lambda: sum(map(is_ready, resources.values())) == count, 300, "all are Ready", 0.2)
+                await until(
+                    lambda: sum(map(is_ready, resources.values())) == count, 300, "all are Ready", 0.2,
+                    lambda: waiting(resources),
+                )
                 figures["ready_seconds"] = time.monotonic() - first.began
                 figures["cpu_seconds_until_ready"] = first.cpu
+                calls = {k: n for k, n in (await first.metrics()).items() if k.startswith("weir_operator_api_calls_total{")}
+                figures["requests_a_resource"] = sum(calls.values()) / count
+                figures["requests"] = calls
                 keep(figures)
                 figures |= await _still(plane, first, count, seconds)
                 keep(figures)
@@ -281,7 +311,10 @@ async def churn(total: int, wave: int) -> dict[str, Any]:
         for number in range(-(-total // wave)):
             every = [f"w{number}-{i}" for i in range(wave)]
             await asyncio.to_thread(plane.create, every)
-            await until(lambda: sum(map(is_ready, resources.values())) == wave, 120, f"wave {number} is Ready", 0.1)
+            await until(
+                lambda: sum(map(is_ready, resources.values())) == wave, 120, f"wave {number} is Ready", 0.1,
+                lambda: waiting(resources),
+            )
             await asyncio.gather(*(answered(plane, boots, name, 5, 120) for name in every))
             await asyncio.to_thread(plane.cluster.kubectl, "delete", "infd", "--all", "-n", NAMESPACE, "--wait=false")
             await until(lambda: not resources and list(boots) == ["kube-root-ca.crt"], 120, f"wave {number} is gone")

@@ -34,15 +34,14 @@ def overhead(d: dict[str, Any]) -> list[str]:
 
 
 def attention(d: dict[str, Any]) -> list[str]:
-    head = ("rows x tokens", "in place, ms", "gathered, ms", "ratio", "GB/s read in place", "of the read roof")
+    head = ("rows x tokens", "in place, ms", "gathered, ms", "ratio", "GB/s read in place", "roof beside it", "share")
     rows = [
         (n, f"{c['paged_seconds'] * 1e3:.2f}", *((f"{c['gather_seconds'] * 1e3:.2f}", f"{c['gather_against_paged']:.1f}")
          if "gather_seconds" in c else ("–", "–")), f"{c['paged_bytes_per_second'] / 1e9:.1f}",
-         f"{c['read_roof_share']:.0%}" if c["read_roof_share"] else "–")
+         *((f"{c['read_roof'] / 1e9:.1f}", f"{c['read_roof_share']:.0%}") if c["read_roof"] else ("–", "–")))
         for n, c in d["figures"].items()
     ]  # fmt: skip
-    roof = f"{d['read_roof'] / 1e9:.1f} GB/s" if d["read_roof"] else "not measured"
-    return [*table(head, rows), "", f"Roof of reading memory in the same run: {roof}."]
+    return table(head, rows)
 
 
 def steps(d: dict[str, Any]) -> list[str]:
@@ -131,6 +130,8 @@ def scale(d: dict[str, Any]) -> list[str]:
     f = d["figures"]
     count = f"{f['resources']:,}"
     rows = [(f"{count} resources Ready after the operator's start", f"{f['ready_seconds']:.0f} s", "90 s")]
+    if "requests_a_resource" in f:
+        rows.append(("the same: requests to the API for each, with status and events", f"{f['requests_a_resource']:.1f}", "16"))
     if "still_seconds" in f:
         writes = ", ".join(f"{n} {what}" for what, n in f["still_writes"].items()) or "none"
         rows += [

@@ -193,7 +193,7 @@ async def test_a_rival_that_dies_or_tells_nothing_is_one_sentence(tmp_path, mode
 
 
 @pytest.mark.parametrize(("clients", "rows", "held"), [
-    (1, 0.3, True), (2, 1.2, False), (2, 1.3, True), (8, 1.9, False), (8, 2.1, True), (32, 7.9, False), (32, 8.1, True),
+    (1, 0.3, True), (2, 1.2, False), (2, 1.3, True), (8, 1.5, False), (8, 1.7, True), (32, 6.3, False), (32, 6.5, True),
 ])
 def test_what_counts_as_batching(clients, rows, held):
     if held:

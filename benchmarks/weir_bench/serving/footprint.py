@@ -8,13 +8,14 @@ from typing import Any
 import psutil
 
 from weir_bench.serving import rounds
+from weir_bench.serving.peers import HALVED
 from weir_bench.serving.record import OUTPUT, PROMPT
 from weir_bench.serving.run import Run, named
 
 
 async def footprint(run: Run) -> Path | None:
     """Memory after all slots were in use, anonymous and with the mapped files, beside llama.cpp's Q8_0."""
-    able = run.contenders([*named("weir", "int8"), *named("llama.cpp", "int8"), *named("weir", "float32")])
+    able = run.contenders([*named("weir", "int8"), HALVED, *named("llama.cpp", "int8"), *named("weir", "float32")])
     of: dict[str, dict[str, float]] = {}
     servers = []
     for contender in able:  # in turn: none of them shares the machine's memory with another

@@ -106,8 +106,8 @@ def counted(tokens: str, forwards: str) -> Callable[[Running], Any]:
 # ---------------------------------------------------------------- ours
 
 
-def _weir(precision: str) -> Contender:
-    flags = () if precision == "float32" else (f"--quantize={precision}",)
+def _weir(precision: str, kv: str = "fp32") -> Contender:
+    flags = (f"--kv-cache-dtype={kv}", *(() if precision == "float32" else (f"--quantize={precision}",)))
 
     def start(s: Setting) -> AbstractAsyncContextManager[Running]:
         return weir(
@@ -123,9 +123,9 @@ def _weir(precision: str) -> Contender:
         return None if precision == "float32" or quantizes else f"this weir-server has no --quantize={precision}"
 
     return Contender(
-        f"weir {precision}", "weir", precision, start, missing,
+        f"weir {precision}" + ("" if kv == "fp32" else f", KV {kv.upper()}"), "weir", precision, start, missing,
         counted("weir_generation_tokens_total", "weir_engine_steps_total"), isa, lambda _: results.version("weir") or "",
-        WEIGHT_BYTES[precision], 4,
+        WEIGHT_BYTES[precision], 4 if kv == "fp32" else 2,
     )  # fmt: skip
 
 
@@ -239,6 +239,8 @@ def _adapted(system: str, module: str, precision: str, weight_bytes: float, kv_e
 
 # ---------------------------------------------------------------- the table
 
+HALVED = _weir("int8", "bf16")
+"""With a KV cache as wide as llama.cpp's is as it comes."""
 CONTENDERS = (
     _weir("float32"),
     _llama("F32", "float32", "f16"),

@@ -19,7 +19,7 @@ from weir_bench.serving import peers
 from weir_bench.serving.peers import Contender, Setting
 from weir_bench.serving.record import OUTPUT, PROMPT, Cell, Server
 
-LEAST_SHARE = 0.25
+LEAST_SHARE = 0.2
 """Of its clients, that a server must advance with one forward pass on average, to be said to batch. Prompts that are
 prefilled beside the decodes keep the mean well below 1."""
 IDLE_SECONDS = 1.0

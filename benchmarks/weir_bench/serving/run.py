@@ -40,7 +40,7 @@ class Form:
     """Of an open loop."""
 
 
-SHORT = Form("short", rounds=2, each={1: 2, 8: 1, 16: 1, 32: 1}, waves=1, seconds=30)
+SHORT = Form("short", rounds=2, each={1: 2, 8: 1, 32: 1}, waves=1, seconds=30)
 FULL = Form("full", rounds=5, each={1: 4, 8: 2, 16: 2, 32: 1}, waves=4, seconds=90)
 
 

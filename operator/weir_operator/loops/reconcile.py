@@ -134,7 +134,7 @@ class Reconciler:
             raise Retry("it was another operator's, which is asked whether it is there")
         if stand is Stand.LEAVE:
             self._forget(meta["namespace"], meta["name"])
-        elif holder != self.claims.name:  # another may have written the Secret, which alone is never read
+        elif raw.get("status") and holder != self.claims.name:  # another may have written the Secret, which alone is never read
             self._unapplied(meta["namespace"], meta["name"], ("Secret",))
         return stand is Stand.OURS
 
