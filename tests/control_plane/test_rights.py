@@ -15,7 +15,21 @@ from typing import Any
 import pytest
 import requests
 import yaml
-from control_plane_kit import ADMIN, ASSETS, ROOT, Cluster, Operator, child, condition, make_ready, resource, token_of, wait
+from control_plane_kit import (
+    ADMIN,
+    ASSETS,
+    ROOT,
+    Cluster,
+    Operator,
+    acted,
+    child,
+    condition,
+    edit,
+    make_ready,
+    resource,
+    token_of,
+    wait,
+)
 
 from weir_operator.io.logs import KEYS
 
@@ -218,3 +232,30 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     assert read == {("get", "weir-operator-key")}
     assert {line["verb"] for line in secrets} == {"get", "create", "patch"}
     cluster.kubectl("delete", "clusterrolebinding,clusterrole", f"{own}-weir", "--ignore-not-found")
+
+
+def test_a_namespace_that_is_lost_does_not_take_the_others_with_it(cluster: Cluster, namespace: str) -> None:
+    own, other = another(cluster), another(cluster)
+    config = install(cluster, own, "--set=crds.install=false", f"--set=watch.namespaces={{{namespace},{other}}}")
+    [binding] = json.loads(cluster.kubectl("get", "rolebinding", "-n", other, "-o", "json").stdout)["items"]
+    for place in (namespace, other):
+        cluster.apply(resource(), place)
+    cluster.kubectl("delete", "rolebinding", binding["metadata"]["name"], "-n", other)
+    operator = Operator(cluster, own, kubeconfig=config).start(f"--namespace={namespace}", f"--namespace={other}", scope=False)
+    wait(lambda: child(cluster, namespace, "deployment"), 60, "an operator that begins without it serves the others")
+    assert operator.metric("weir_operator_lost_namespaces") == 1 and condition(cluster, other, "Ready") == {}
+
+    again = {k: binding[k] for k in ("apiVersion", "kind", "roleRef", "subjects")}
+    cluster.apply({**again, "metadata": {"name": binding["metadata"]["name"]}}, other)
+    wait(lambda: child(cluster, other, "deployment"), 90, "it is served once it can be")
+    assert operator.metric("weir_operator_lost_namespaces") == 0
+    edit(cluster, other, 7)
+    wait(lambda: acted(cluster, other, 7), 60, "and watched")
+
+    cluster.kubectl("delete", "namespace", other, "--wait=false")  # its rights go with it
+    cluster.kubectl("delete", "rolebinding", binding["metadata"]["name"], "-n", other)
+    wait(lambda: operator.metric("weir_operator_lost_namespaces") == 1, 60)
+    edit(cluster, namespace, 9)
+    wait(lambda: acted(cluster, namespace, 9), 60, "the others go on")
+    wait(lambda: operator.metric("weir_operator_watch_lag_seconds") == 0, 60)
+    assert operator.stop() == 0

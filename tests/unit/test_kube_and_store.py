@@ -6,7 +6,7 @@ import pytest
 
 from weir_operator.io.kube import path, proxy_for
 from weir_operator.loops import store as module
-from weir_operator.loops.reconcile import _owns_replicas, fingerprint
+from weir_operator.loops.children import _owns_replicas, fingerprint
 from weir_operator.loops.store import Store
 
 PROXY = {"https": "http://proxy:3128", "http": "http://proxy:3128"}

@@ -12,11 +12,12 @@ from test_kube_and_store import obj
 from weir_operator.api import names
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Unreachable
-from weir_operator.loops import operator as module
 from weir_operator.loops import reconcile
-from weir_operator.loops.operator import Resync, Subjects, take_over
+from weir_operator.loops import resync as module
+from weir_operator.loops.operator import Subjects, take_over
 from weir_operator.loops.queue import Retry, WorkQueue
 from weir_operator.loops.reconcile import Reconciler
+from weir_operator.loops.resync import Resync
 from weir_operator.loops.store import Store
 from weir_operator.plan.observed import TuningReport
 
@@ -132,7 +133,7 @@ async def test_a_resource_that_went_unseen_is_forgotten_at_its_first_refused_wri
 
     bench.api.request = gone
     await bench.reconciler("ns/chat")
-    assert bench.store.resources() == [] and not bench.reconciler._applied
+    assert bench.store.resources() == [] and not bench.reconciler.children._applied
     newer = {**RAW, "metadata": {**RAW["metadata"], "uid": "made-anew"}}
     bench.store.put(names.KIND, RAW)
 

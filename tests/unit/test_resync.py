@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from weir_operator.loops import operator
-from weir_operator.loops.operator import Resync
+from weir_operator.loops import resync
 from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.resync import Resync
 from weir_operator.loops.store import Store
 
 POD = {"metadata": {"namespace": "a", "name": "p", "uid": "u", "resourceVersion": "7", "labels": {}}}
@@ -22,13 +22,14 @@ class Lists:
         self.store, self.shown, self.gaps = Store(), list(shown), list[bool]()
         self.left, self.done = 0, asyncio.Event()
 
-    async def refresh(self, namespaces: tuple[str, ...], gap: bool = False) -> None:
+    async def refresh(self, namespaces: tuple[str, ...], gap: bool = False) -> frozenset[str]:
         self.gaps.append(gap)
         self.left -= 1
         if not self.left:
             self.done.set()
         found = self.shown.pop(0) if len(self.shown) > 1 else self.shown[0]
         self.store.replace("Pod", found, self.store.known("Pod"), True, gap)
+        return frozenset()
 
 
 async def after(lists: Lists, count: int) -> None:
@@ -44,7 +45,7 @@ async def after(lists: Lists, count: int) -> None:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator, "OWED_SECONDS", 0.05)
+    monkeypatch.setattr(resync, "OWED_SECONDS", 0.05)
 
 
 async def test_what_went_before_the_watch_began_is_not_owed_for_ever() -> None:

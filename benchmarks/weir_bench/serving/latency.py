@@ -18,6 +18,8 @@ WAVE_CLIENTS = (8, 32)
 LOAD = 0.7
 """Of the rate at which no client ever waits for work."""
 SATURATING = 48
+LEAST_GAP = 1e-6
+"""Tokens that come in one read have no time between them."""
 ADAPTIVE = "adaptive"
 SIZES = (ADAPTIVE, "32", "64", "128", "256", "512", "2048")
 
@@ -73,8 +75,9 @@ def gaps(report: Report) -> dict[str, float]:
     ttft = [o.ttft for o in report.outcomes if o.ttft is not None]
     p50, p95 = quantile(values, 0.5) or 0.0, quantile(values, 0.95) or 0.0
     return {
-        "itl_p50": p50, "itl_p95": p95, "ratio": p95 / p50, "itl_max": max(values), "ttft_p50": quantile(ttft, 0.5) or 0.0,
-        "ttft_p95": quantile(ttft, 0.95) or 0.0, "generator_lag_p99": report.lag_p99, "generator_cpu": report.cpu,
+        "itl_p50": p50, "itl_p95": p95, "ratio": p95 / max(p50, LEAST_GAP), "itl_max": max(values),
+        "ttft_p50": quantile(ttft, 0.5) or 0.0, "ttft_p95": quantile(ttft, 0.95) or 0.0,
+        "generator_lag_p99": report.lag_p99, "generator_cpu": report.cpu,
     }  # fmt: skip
 
 

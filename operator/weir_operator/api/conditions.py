@@ -70,8 +70,9 @@ CATALOGUE: Mapping[str, Mapping[str, str]] = {
         ),
     },
     "IntegrationsReady": {
-        "Complete": "Whatever the spec asks for of other projects' kinds is made.",
+        "Complete": "Whatever the spec asks for beside the pods is made: a budget, scalers, monitors.",
         "KindMissing": "The spec asks for an object of a kind that the cluster lacks; it is made as soon as the kind is there.",
+        "Refused": "A budget, scaler or monitor cannot be made; pods serve all the same, and it is tried again.",
     },
     "MetricsAvailable": {
         "Polled": "Every ready pod answers on its control port.",

@@ -16,6 +16,7 @@ from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
 from weir_operator.io.logs import setup
 from weir_operator.loops.operator import Heard, OperatorSettings, own_namespace, run
 from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.resync import Resync
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import TunerSettings
 
@@ -68,7 +69,7 @@ async def _run(settings: OperatorSettings, listeners: Sequence[Heard]) -> None:
     connection = await configuration()
     async with Kube(connection) as kube:
 
-        async def watcher(store: Store, queue: WorkQueue, missed: Callable[[], None], stop: asyncio.Event) -> None:
-            await watch(connection, lambda: kube.has(names.KIND), store, queue, settings.namespaces, missed, stop)
+        async def watcher(store: Store, queue: WorkQueue, resync: Resync, stop: asyncio.Event) -> None:
+            await watch(connection, lambda: kube.has(names.KIND), store, queue, resync, stop)
 
         await run(settings, kube, watcher, stop, listeners)

@@ -24,6 +24,7 @@ from kubernetes.aio.client import Configuration
 from weir_operator.api import names
 from weir_operator.io.kube import REQUEST_SECONDS, ApiError, Unreachable, resource_of
 from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.resync import Resync
 from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Store, key_of, owner_key
 
 SILENT_SECONDS = 70.0
@@ -123,11 +124,12 @@ def _login(connection: Configuration) -> Callable[..., Any]:
 
 
 async def watch(
-    connection: Configuration, served: Callable[[], Awaitable[bool]], store: Store, queue: WorkQueue,
-    namespaces: Sequence[str], missed: Callable[[], None], stop: asyncio.Event,
+    connection: Configuration, served: Callable[[], Awaitable[bool]], store: Store, queue: WorkQueue, resync: Resync,
+    stop: asyncio.Event,
 ) -> None:
-    """Feed the store and the queue until `stop` is set. `served` says whether the API server serves our definition;
-    `missed` is called when a watch begins again: what was deleted meanwhile, only a list can tell."""
+    """Feed the store and the queue until `stop` is set. `served` says whether the API server serves our definition; `resync`
+    says which namespaces may be watched, and lists anew when a watch begins again: what was deleted meanwhile, only a list
+    can tell. A right that is lost in one namespace ends kopf's watches in all of them: they begin again without that one."""
     logging.getLogger("kopf").setLevel(logging.WARNING)
     for of_its_end in ("running", "orchestration"):  # we tell of it, in one line
         logging.getLogger(f"kopf._core.reactor.{of_its_end}").setLevel(logging.CRITICAL)
@@ -136,9 +138,11 @@ async def watch(
         try:
             if await served():
                 if begun:
-                    missed()
+                    resync.soon()
                 begun = True
-                await _until(stop, _registry(store, queue, _login(connection), missed), namespaces)
+                resync.rescoped.clear()
+                registry = _registry(store, queue, _login(connection), resync.soon)
+                await _until((stop, resync.rescoped), registry, resync.namespaces)
         except (ApiError, Unreachable) as e:
             log.warning("the watches do not begin yet: %s", e)
         except Exception as e:  # whatever ended kopf: what it should have told shows as lag, and then as bad health
@@ -147,17 +151,18 @@ async def watch(
             await asyncio.wait_for(stop.wait(), AGAIN_SECONDS * random.uniform(0.8, 1.2))
 
 
-async def _until(stop: asyncio.Event, registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
-    """kopf in a thread, until `stop` is set. Raises what kopf ended with, RuntimeError if it did not end by itself."""
+async def _until(ends: Sequence[asyncio.Event], registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
+    """kopf in a thread, until one of `ends` is set. Raises what kopf ended with, RuntimeError if it did not end by itself."""
     loop, ending = asyncio.new_event_loop(), asyncio.Event()
     running = asyncio.create_task(asyncio.to_thread(_run, loop, registry, namespaces, ending))
-    stopped = asyncio.create_task(stop.wait())
+    ended = [asyncio.create_task(end.wait()) for end in ends]
     try:
-        await asyncio.wait([running, stopped], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([running, *ended], return_when=asyncio.FIRST_COMPLETED)
     finally:
         with contextlib.suppress(RuntimeError):  # closed: it has ended
             loop.call_soon_threadsafe(ending.set)
-        stopped.cancel()
+        for task in ended:
+            task.cancel()
     await running
 
 

@@ -1,8 +1,9 @@
 """The only writer to the Kubernetes API.
 
-Children go by server-side apply under one field manager, forced, and fenced by the resourceVersion that was observed: an
-operator that was paused and wakes up writes nothing over what changed meanwhile. The pods' token Secret alone is applied
-unfenced, since it is never read; its name carries the owner's uid, so it is nobody else's.
+Children go by server-side apply under one field manager. What is there is applied by force and fenced by the resourceVersion
+that was observed: an operator that was paused and wakes up writes nothing over what changed meanwhile. What is believed absent
+is applied without force: where somebody made it a moment ago, his fields are a conflict and stay. The pods' token Secret alone
+is forced unfenced, since it is never read; its name carries the owner's uid, so it is nobody else's.
 """
 
 from __future__ import annotations
@@ -61,13 +62,15 @@ class Writer:
             raise NotLeader("the Lease ran out before the API server answered") from None
 
     async def apply(self, manifest: Mapping[str, Any], observed: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Create or change a child so that it says what `manifest` says. ApiError 409: it changed since `observed`."""
+        """Create or change a child so that it says what `manifest` says. ApiError 409: it changed since `observed`, or somebody
+        else's has its name."""
         meta = dict(manifest["metadata"])
+        force = str(observed is not None or manifest["kind"] == "Secret").lower()
         if observed is not None:
             meta["resourceVersion"] = observed["metadata"]["resourceVersion"]
         target = path(manifest["kind"], meta["namespace"], meta["name"])
         body = {**manifest, "metadata": meta}
-        return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.FIELD_MANAGER, force="true"))
+        return dict(await self._write("PATCH", target, body, APPLY, fieldManager=names.FIELD_MANAGER, force=force))
 
     async def hand_over(self, deployment: Mapping[str, Any]) -> dict[str, Any]:
         """Have the present number of pods kept by a manager of its own, so that it stays when ours lets go of it: a field that

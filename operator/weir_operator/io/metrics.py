@@ -32,6 +32,9 @@ EVENTS = Counter(
     "weir_operator_events", "Events of resources: `written`, `held` (no news, or too many), `lost` (not accepted).", ["result"],
 )
 WATCH_LAG = Gauge("weir_operator_watch_lag_seconds", "For how long a watch has not told what a list showed.")
+LOST_NAMESPACES = Gauge(
+    "weir_operator_lost_namespaces", "Namespaces that the operator is to serve and cannot list: nothing is served there.",
+)
 POLLS = Counter("weir_tuner_polls", "Readings of pods' windows: `ok` or `silent`.", ["result"])
 READ_AT = Gauge(
     "weir_tuner_last_reading_timestamp_seconds",

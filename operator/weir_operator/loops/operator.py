@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
-import random
 import socket
 import time
 import uuid
@@ -18,13 +16,14 @@ from typing import Any
 from weir_operator.api import names
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
-from weir_operator.io.kube import ApiError, Kube, Unreachable
+from weir_operator.io.kube import Kube
 from weir_operator.io.metrics import KNOWN, WATCH_LAG
 from weir_operator.io.scrape import ControlClient, Endpoint, pod_token, url_for
 from weir_operator.loops.health import serve
 from weir_operator.loops.lease import LeaseLoop
 from weir_operator.loops.queue import WorkQueue
 from weir_operator.loops.reconcile import Reconciler
+from weir_operator.loops.resync import Resync, enqueue_all
 from weir_operator.loops.rounds import Rounds
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.store import Store, key_of, owned_by
@@ -36,14 +35,13 @@ from weir_operator.plan.trouble import is_ready, is_running
 from weir_server.contract import CONTROL_PORT
 
 log = logging.getLogger(__name__)
-RESYNC_SECONDS, RELIST_SECONDS, DISCOVER_SECONDS = 600.0, 5.0, 20.0
 SPREAD = 0.5
 """Of the poll interval: what is left of it is for pods that hang."""
-OWED_SECONDS, LAG_SECONDS = 10.0, 60.0
-"""A watch that has not told of what a list showed: by then another list looks whether it owes it; by then it has stopped."""
+LAG_SECONDS = 60.0
+"""A watch that has not told of what a list showed: by then it has stopped."""
 _OWN_NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
-Watch = Callable[[Store, WorkQueue, Callable[[], None], asyncio.Event], Awaitable[None]]
+Watch = Callable[[Store, WorkQueue, Resync, asyncio.Event], Awaitable[None]]
 Heard = Callable[[Subject, Round], None]
 
 
@@ -139,70 +137,9 @@ def _belongs(store: Store, pod: Mapping[str, Any], uid: str, where: str) -> bool
     return any(ref.get("kind") == "ReplicaSet" and ref.get("controller") and ref["name"].startswith(prefix) for ref in owners)
 
 
-class Resync:
-    """Lists everything, at first and every RESYNC_SECONDS. `wrong`: why that did not work the last time, or None."""
-
-    def __init__(self, reconciler: Reconciler, queue: WorkQueue, namespaces: Sequence[str]) -> None:
-        self._reconciler, self._queue, self._namespaces = reconciler, queue, tuple(namespaces)
-        self.wrong: str | None = "nothing has been listed yet"
-        self._listed, self._again = asyncio.Event(), asyncio.Event()
-
-    def soon(self) -> None:
-        """List anew now: something was missed."""
-        self._again.set()
-
-    async def run(self) -> None:
-        while True:
-            gap = self._again.is_set()
-            self._again.clear()
-            try:
-                await self._reconciler.refresh(self._namespaces, gap)
-                self.wrong = None
-                self._listed.set()
-            except (ApiError, Unreachable) as e:
-                absent = isinstance(e, ApiError) and e.status == 404
-                self.wrong = f"the CRD {names.CRD_NAME} is not installed" if absent else f"listing failed: {e}"
-                log.warning("resync: %s", self.wrong, extra={"event": "resync-failed"})
-            enqueue_all(self._reconciler.store, self._queue)
-            await self._rest(time.monotonic() + (RELIST_SECONDS if self.wrong else RESYNC_SECONDS))
-
-    async def _rest(self, until: float) -> None:
-        """Until a list is asked for, or due, or a watch owes news for OWED_SECONDS. What was listed and went before the watch
-        began, no watch can tell: another list shows it, and clears the watch of what it does not owe."""
-        while (left := until - time.monotonic()) > 0:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._again.wait(), min(left, OWED_SECONDS))
-                return
-            if self._reconciler.store.lag() > OWED_SECONDS:
-                self.soon()
-                return
-
-    async def discover(self) -> None:
-        """Notice the optional kinds' definitions as they come and go."""
-        while True:
-            await asyncio.sleep(DISCOVER_SECONDS * random.uniform(0.8, 1.2))
-            try:
-                if await self._reconciler.discover():
-                    log.info("optional kinds that are here now: %s", ", ".join(sorted(self._reconciler.kinds)) or "none")
-                    enqueue_all(self._reconciler.store, self._queue)
-            except (ApiError, Unreachable) as e:
-                log.warning("looking for optional kinds: %s", e)
-
-    async def then(self, part: Callable[[], Awaitable[None]]) -> None:
-        """Begin `part` once everything was listed: what is not known yet must not be taken for gone."""
-        await self._listed.wait()
-        await part()
-
-
-def enqueue_all(store: Store, queue: WorkQueue) -> None:
-    for raw in store.resources():
-        queue.add(key_of(raw["metadata"]["namespace"], raw["metadata"]["name"]))
-
-
 def take_over(reconciler: Reconciler, queue: WorkQueue) -> None:
-    """At the start of a time as leader. Reports of an earlier one are old: another has written since."""
-    reconciler.reports.clear()
-    reconciler.claims.forget_all()
+    """At the start of a time as leader."""
+    reconciler.begin()
     enqueue_all(reconciler.store, queue)
 
 
@@ -251,7 +188,7 @@ async def run(
             ]
             groups: list[list[asyncio.Future[Any]]] = [
                 [asyncio.ensure_future(part) for part in parts]
-                for parts in (writers, [lease.run()], [watch(store, queue, resync.soon, stop)])
+                for parts in (writers, [lease.run()], [watch(store, queue, resync, stop)])
             ]
             stopped: asyncio.Task[Any] = asyncio.create_task(stop.wait())
             done, _ = await asyncio.wait([*groups[0], *groups[1], *groups[2], stopped], return_when=asyncio.FIRST_COMPLETED)

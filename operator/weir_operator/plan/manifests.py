@@ -25,6 +25,10 @@ Manifest = dict[str, Any]
 NOTHING_SEEN = Observed()
 KEPT = ("ServiceAccount", "Secret", "ConfigMap", "Deployment")
 """Kinds of which there is always one: all others may be asked for and not asked for, and are deleted then."""
+BEFORE_PODS = ("ServiceAccount", "Secret", "ConfigMap", "PersistentVolumeClaim", "NetworkPolicy")
+"""What pods stand on, and what guards them: no pod is made while one of these is refused."""
+BESIDE_PODS = ("PodDisruptionBudget", "HorizontalPodAutoscaler", *names.OPTIONAL_KINDS)
+"""What pods serve as well without."""
 WAITING_METRIC = "weir_requests_waiting"
 
 

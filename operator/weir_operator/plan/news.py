@@ -16,12 +16,13 @@ GOOD = {("Ready", "Serving"), ("ModelLoaded", "Loaded"), ("Progressing", "Comple
 BAD = {
     ("Ready", "ImagePullFailed"), ("Ready", "CrashLooping"), ("Ready", "OutOfMemory"), ("Ready", "Unschedulable"),
     ("Ready", "ConfigError"), ("Ready", "DownloadFailed"), ("Ready", "ProbeFailing"), ("Ready", "VolumeNotReady"),
-    ("IntegrationsReady", "KindMissing"), ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
+    ("Ready", "SpecInvalid"), ("Ready", "ApplyRefused"), ("Ready", "NameTaken"),
+    ("IntegrationsReady", "KindMissing"), ("IntegrationsReady", "Refused"),
     ("ModelLoaded", "LoadFailed"), ("Progressing", "DeadlineExceeded"), ("MetricsAvailable", "NoPodAnswers"),
     ("AutoscalerOwned", "AnotherOnDeployment"), ("AutoscalerOwned", "AnotherOnResource"),
     ("Contested", "OtherOperator"), ("KnobsUnsupported", "OtherContract"), ("Tuned", "KnobDrift"), ("Tuned", "Mispredicted"),
 }
-TO_MEND = {"SpecInvalid", "ApplyRefused", "NameTaken"}
+TO_MEND = {"SpecInvalid", "ApplyRefused", "NameTaken", "Refused"}
 """Their message names what is wrong: another message is other news. Others' messages name pods and counts."""
 
 

@@ -41,6 +41,7 @@ class Observed:
     deployment: Mapping[str, Any] | None = None
     pods: Sequence[Mapping[str, Any]] = ()
     trouble: Condition | None = None  # NameTaken or ApplyRefused, from the last pass
+    refused: str = ""  # of what stands beside the pods: what was not made, and why
     applied: bool = True  # whether the last pass left every child as planned
     tuning: TuningReport | None = None
     kinds: frozenset[str] = frozenset(names.OPTIONAL_KINDS)

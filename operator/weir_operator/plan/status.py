@@ -63,12 +63,19 @@ def _contested(seen: Observed) -> Condition:
     return Condition("Contested", True, "OtherOperator", said)
 
 
+def _integrations(resource: InferenceDeployment, seen: Observed) -> Condition:
+    if lacking := missing_kinds(resource, seen):
+        lack = f"The cluster has no {' and no '.join(lacking)}: install what brings it, or do not ask for it."
+        return Condition("IntegrationsReady", False, "KindMissing", lack)
+    if seen.refused:
+        return Condition("IntegrationsReady", False, "Refused", seen.refused)
+    return Condition("IntegrationsReady", True, "Complete")
+
+
 def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
     wanted, ready = wanted_replicas(resource, seen), (seen.deployment or {}).get("status", {}).get("readyReplicas", 0)
     found = troubles(seen.pods, seen.now)
     missing = wanted > 0 and ready < wanted
-    lacking = missing_kinds(resource, seen)
-    lack = f"The cluster has no {' and no '.join(lacking)}: install what brings it, or do not ask for it." if lacking else ""
     counted = f"{ready} of {wanted} pods serve" if missing else ""
     return [
         _ready(resource, seen, wanted, ready, found),
@@ -78,7 +85,7 @@ def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
         _loaded(seen, ready, found),
         owner(resource, seen),
         _contested(seen),
-        Condition("IntegrationsReady", not lacking, "KindMissing" if lacking else "Complete", lack),
+        _integrations(resource, seen),
     ]
 
 
