@@ -39,6 +39,9 @@ class Api:
     async def get(self, *_: Any) -> None:
         return None
 
+    async def names(self, *_: Any) -> frozenset[str]:
+        return frozenset()
+
     async def has(self, kind: str) -> bool:
         return False
 

@@ -27,6 +27,7 @@ TRIES, FIRST_DELAY, LONGEST_DELAY = 4, 0.5, 10.0
 """Of a request that the API server put off: 429 for any (it did nothing), 5xx for reads. Others are the caller's to repeat."""
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
+JSON, METADATA = "application/json", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
 
 _PATHS = {
     "Deployment": ("apis/apps/v1", "deployments"),
@@ -129,7 +130,7 @@ class ByPath:
 
     async def request(
         self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
-        content_type: str = "application/json",
+        content_type: str = JSON,
     ) -> dict[str, Any]:
         """The answer's JSON. Raises ApiError for a refusal, Unreachable where no answer came within REQUEST_SECONDS."""
         raise NotImplementedError
@@ -167,11 +168,11 @@ class Kube(ByPath):
         await self._client.close()
 
     async def request(
-        self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None,
-        content_type: str = "application/json",
+        self, method: str, target: str, *, query: Mapping[str, str] | None = None, body: Any = None, content_type: str = JSON,
+        accept: str = JSON,
     ) -> dict[str, Any]:
         for attempt in range(TRIES):
-            status, wait, text = await self._once(method, target, query, body, content_type)
+            status, wait, text = await self._once(method, target, query, body, content_type, accept)
             put_off = status == 429 or (method == "GET" and status >= 500)
             if not put_off or attempt == TRIES - 1:
                 break
@@ -180,11 +181,18 @@ class Kube(ByPath):
             return dict(json.loads(text)) if text else {}
         raise ApiError.of(status, text.decode(errors="replace"))
 
+    async def names(self, kind: str, namespace: str, selector: str, most: int) -> frozenset[str] | None:
+        """The names alone of the objects that `selector` chooses, or None where there are more than `most`."""
+        query = {"labelSelector": selector, "limit": str(most)}
+        answer = await self.request("GET", path(kind, namespace), query=query, accept=METADATA)
+        more = answer["metadata"].get("continue")
+        return None if more else frozenset(item["metadata"]["name"] for item in answer.get("items") or ())
+
     async def _once(
-        self, method: str, target: str, query: Mapping[str, str] | None, body: Any, content_type: str,
+        self, method: str, target: str, query: Mapping[str, str] | None, body: Any, content_type: str, accept: str,
     ) -> tuple[int, float, bytes]:
         """Status, seconds of Retry-After, body."""
-        headers = {"Accept": "application/json", "Content-Type": content_type}
+        headers = {"Accept": accept, "Content-Type": content_type}
         called = verb(method, target, content_type)
         try:
             prepared = await self._client.param_serialize(

@@ -18,6 +18,7 @@ from weir_operator.api import names
 from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import ApiError, Kube
+from weir_operator.loops.census import Census
 from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
 from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
@@ -74,6 +75,13 @@ class NameTaken(Exception):
     """A child's name belongs to an object that is not ours."""
 
 
+def _check(live: Object, resource: InferenceDeployment) -> None:
+    """Raises NameTaken."""
+    if not _ours(live, resource):
+        named = f"{live['kind']} {live['metadata']['name']}"
+        raise NameTaken(f"{named} exists and does not belong to this {names.KIND}; delete or rename it")
+
+
 Failure = NameTaken | ApiError | Retry
 
 
@@ -95,19 +103,21 @@ class Children:
     store: Store
     pace: Pace
     kinds: frozenset[str] = frozenset()
+    census: Census = field(init=False)
     _applied: dict[str, dict[Where, Applied]] = field(default_factory=dict)  # by the resource's key
+
+    def __post_init__(self) -> None:
+        self.census = Census(self.kube)
 
     async def make(
         self, resource: InferenceDeployment, defaults: Defaults, observed: Callable[[], Observed]
     ) -> list[tuple[str, Failure]]:
         """Have exactly the children that are wanted. Returns those that are not as they should be, by kind, and why."""
-        meta, absent = resource.metadata, set[Where]()
+        meta, failures = resource.metadata, list[tuple[str, Failure]]()
         deployment = ("Deployment", meta.namespace, meta.name)
-        failures: list[tuple[str, Failure]] = []
         try:
-            await self._find(resource, deployment, absent)  # its pods keep what it was made with
             seen = observed()
-            if takes_over(resource, seen):
+            if seen.deployment is None or takes_over(resource, seen):  # its pods keep what it was made with
                 await self._read(resource, deployment)
                 seen = observed()
             for pod, cost in marks(resource, seen):
@@ -120,7 +130,7 @@ class Children:
             if kind == "Deployment" and any(failed in BEFORE_PODS for failed, _ in failures):
                 continue
             try:
-                await self._child(resource, manifest, absent)
+                await self._child(resource, manifest)
             except (NameTaken, ApiError, Retry) as e:
                 failures.append((kind, e))
         for kind, live in self._unwanted(resource, wanted):
@@ -144,18 +154,15 @@ class Children:
         self.store.drop(kind, live)
         self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))
 
-    async def _find(self, resource: InferenceDeployment, where: Where, absent: set[Where]) -> Object | None:
-        """A child as it is: what the watches told, else what the API server says. `absent` spares asking twice in a pass.
-        What is somebody else's is not kept: no watch would tell that it is gone."""
+    async def _find(self, resource: InferenceDeployment, where: Where) -> Object | None:
+        """A child as it is: what the watches told, else what the API server says, where somebody else's may have the name."""
         live = self.store.get(*where)
-        if live is None and where not in absent:
+        if live is None and not await self.census.free(*where):
             live = await self._read(resource, where)
-            if live is None:
-                absent.add(where)
         return live
 
     async def _read(self, resource: InferenceDeployment, where: Where) -> Object | None:
-        """A child as the API server has it now."""
+        """A child as the API server has it now. What is somebody else's is not kept: no watch would tell that it is gone."""
         live, known = await self.kube.get(*where), self.store.get(*where)
         if live is not None and _ours(live, resource):
             self.store.put(where[0], live)
@@ -163,7 +170,7 @@ class Children:
             self.store.drop(where[0], known)
         return live
 
-    async def _child(self, resource: InferenceDeployment, manifest: Manifest, absent: set[Where]) -> None:
+    async def _child(self, resource: InferenceDeployment, manifest: Manifest) -> None:
         """Apply one child if it needs it. Raises NameTaken, Retry, ApiError."""
         kind, meta = manifest["kind"], manifest["metadata"]
         where = (kind, meta["namespace"], meta["name"])
@@ -174,10 +181,9 @@ class Children:
                 await self.writer.apply(manifest, None)
                 applied[where] = Applied(wanted, "", time.monotonic())
             return
-        live, counted = await self._find(resource, where, absent), kind != "Deployment" or "replicas" in manifest["spec"]
+        live, counted = await self._find(resource, where), kind != "Deployment" or "replicas" in manifest["spec"]
         if live is not None:
-            if not _ours(live, resource):
-                raise NameTaken(f"{kind} {meta['name']} exists and does not belong to this {names.KIND}; delete or rename it")
+            _check(live, resource)
             if known and known.wanted == wanted and known.left == fingerprint(live, counted):
                 return
         try:
@@ -189,7 +195,8 @@ class Children:
                 self.kinds -= {kind}  # its definition went a moment ago
                 raise Retry(f"the cluster has no {kind} any more") from None
             if e.status == 409 or (e.status == 404 and live is not None):
-                await self._read(resource, where)  # at once: the status is made of what is there, not of a gap
+                if found := await self._read(resource, where):  # at once: the status is made of what is there, not of a gap
+                    _check(found, resource)
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise
         self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))

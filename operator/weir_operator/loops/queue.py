@@ -7,7 +7,9 @@ asked for rest gets it, whatever comes in meanwhile.
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -31,6 +33,7 @@ class WorkQueue:
     def __init__(self, work: Callable[[str], Awaitable[float]], workers: int = WORKERS) -> None:
         self._work, self._workers = work, workers
         self._due: dict[str, float] = {}
+        self._order: list[tuple[float, str]] = []  # a heap of what does not run; an entry that `_due` has changed since is void
         self._running: set[str] = set()
         self._failures: dict[str, int] = {}
         self._rests: dict[str, float] = {}  # key → until when
@@ -39,9 +42,25 @@ class WorkQueue:
     def add(self, key: str, delay: float = SETTLE_SECONDS) -> None:
         """Have `key` passed over in `delay` seconds, or earlier if it was already due earlier."""
         due = max(time.monotonic() + delay, self._rests.get(key, 0.0))
-        self._due[key] = min(due, self._due.get(key, due))
-        self._wake.set()
+        if due < self._due.get(key, math.inf):
+            self._put(key, due)
+            self._wake.set()
         QUEUED_KEYS.set(len(self._due))
+
+    def _put(self, key: str, due: float) -> None:
+        self._due[key] = due
+        if key not in self._running:
+            heapq.heappush(self._order, (due, key))
+
+    def _next(self, now: float) -> str | None:
+        """A key that is due, no longer in the queue; None: there is none, or all workers are busy."""
+        while self._order and self._order[0][0] <= now and len(self._running) < self._workers:
+            due, key = heapq.heappop(self._order)
+            if self._due.get(key) == due and key not in self._running:
+                del self._due[key]
+                self._rests.pop(key, None)
+                return key
+        return None
 
     async def run(self) -> None:
         """Until cancelled; passes that run are cancelled with it."""
@@ -49,14 +68,11 @@ class WorkQueue:
             while True:
                 self._wake.clear()
                 now = time.monotonic()
-                ready = [k for k, due in self._due.items() if due <= now and k not in self._running]
-                for key in ready[: self._workers - len(self._running)]:
-                    del self._due[key]
-                    self._rests.pop(key, None)
+                while key := self._next(now):
                     self._running.add(key)
                     group.create_task(self._one(key))
-                waiting = [due - now for key, due in self._due.items() if key not in self._running]
-                timeout = max(0.01, min(waiting)) if waiting and len(self._running) < self._workers else None
+                free = len(self._running) < self._workers
+                timeout = max(0.01, self._order[0][0] - now) if self._order and free else None
                 try:
                     async with asyncio.timeout(timeout):
                         await self._wake.wait()
@@ -83,5 +99,7 @@ class WorkQueue:
             self.add(key, delay)
         finally:
             self._running.discard(key)
+            if key in self._due:
+                self._put(key, self._due[key])
             QUEUED_KEYS.set(len(self._due))
             self._wake.set()
