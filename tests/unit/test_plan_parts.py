@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -81,11 +82,25 @@ def test_pinned_defaults_hold_until_what_restarts_pods_changes() -> None:
     assert pin.in_force(resource(), None, CURRENT) == CURRENT
 
 
-@pytest.mark.parametrize("text", ["", "x", "{}", "[]", "null", '{"of": 1}', '{"of": "OF", "defaults": {"image": "a"}}'])
+@pytest.mark.parametrize("text", [
+    "", "x", "{}", "[]", "null", '{"of": 1}', '{"of": "OF"}', '{"of": "OF", "defaults": []}', '{"of": "OF", "defaults": {}}',
+    '{"of": "OF", "defaults": {"parallel": 2}}',
+])
 def test_a_pin_that_somebody_spoilt_is_made_anew(text: str) -> None:
     note = text.replace("OF", pin.of_spec(resource()))
     deployment = {"metadata": {"annotations": {"weir.dev/pinned": note}}}
     assert pin.in_force(resource(), deployment, CURRENT) == CURRENT
+
+
+@pytest.mark.parametrize("lacking", [f.name for f in fields(pin.Pinned) if f.name != "image"])
+def test_a_field_of_a_later_operator_restarts_nothing_that_an_earlier_one_made(lacking: str) -> None:
+    """It means what there was before it, whatever new pods get; and what an earlier operator does not know, it passes over."""
+    deployment = made_with(resource(), "old:1")
+    saved = json.loads(deployment["metadata"]["annotations"]["weir.dev/pinned"])
+    del saved["defaults"][lacking]
+    saved["defaults"]["of-a-later-one"] = 1
+    deployment["metadata"]["annotations"]["weir.dev/pinned"] = json.dumps(saved)
+    assert pin.in_force(resource(), deployment, replace(CURRENT, **{lacking: 77})) == pin.Pinned("old:1")
 
 
 def test_the_users_image_is_the_users() -> None:
