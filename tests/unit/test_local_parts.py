@@ -69,6 +69,9 @@ def test_a_server_that_ended_is_a_pod_that_crashed(deployment: LocalDeployment) 
     assert (condition(deployment, "ModelLoaded")["reason"], condition(deployment, "ModelLoaded")["message"]) == (
         "LoadFailed", "no such file",
     )
+    for ready in (True, False):
+        server._set_ready(ready, deployment.refresh)
+    assert condition(deployment, "Ready")["reason"] == "Starting", "it has served since"
 
 
 @pytest.mark.parametrize("mode", ["Internal", "External"])

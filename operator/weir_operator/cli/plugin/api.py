@@ -17,6 +17,7 @@ import yaml
 from weir_operator.api import names
 from weir_operator.cli.local.api import socket_folder
 from weir_operator.io.kube import REQUEST_SECONDS, ApiError, ByPath, Kube, Unreachable, configuration, path
+from weir_operator.plan.pods import containers_of
 
 OPERATOR_SELECTOR = "app.kubernetes.io/name=weir,app.kubernetes.io/component=operator"
 READ_SECONDS = 10.0
@@ -125,7 +126,7 @@ class LocalSocket(ByPath):
 
 def port_of(pod: Mapping[str, Any], name: str) -> int:
     """The number of a pod's named port. Raises ApiError where the pod names no such port."""
-    for container in pod["spec"].get("containers", ()):
+    for container in containers_of(pod["spec"]):
         for entry in container.get("ports") or ():
             if entry.get("name") == name:
                 return int(entry["containerPort"])
