@@ -17,10 +17,11 @@ from aiohttp import web
 from rich.console import Console
 
 from weir_operator.cli.plugin import bench, texts, tree, work
-from weir_operator.cli.plugin.api import port_of, proxied
+from weir_operator.cli.plugin.api import Cluster, port_of, proxied
 from weir_operator.cli.plugin.bench import Load, Outcome, Report, play
 from weir_operator.cli.plugin.edits import BEFORE, NothingToDo, Revision, chosen, to_release, to_rollback
 from weir_operator.cli.plugin.metrics import parsed, quantile, reading
+from weir_operator.io.kube import ApiError
 from weir_operator.plan.manifests import Defaults, children
 from weir_operator.plan.plan import parse
 from weir_server.contract import CONTROL_PORT, HTTP_PORT
@@ -207,6 +208,39 @@ def test_another_process_is_not_compared_with_the_one_before() -> None:
 def test_a_quantile_in_the_open_bucket_is_its_start() -> None:
     text = 'x_bucket{le="1.0"} 0\nx_bucket{le="+Inf"} 5\n'
     assert quantile({}, parsed("# TYPE x histogram\n" + text), "x", 0.5) == 1.0
+
+
+# ---------------------------------------------------------------- whom `explain` asks
+
+class Leaders(Cluster):
+    """An API server with a pod of an operator in each of some namespaces; who may see the whole cluster is another matter."""
+
+    def __init__(self, *namespaces: str, everywhere: bool = True) -> None:
+        self.namespaces, self.everywhere, self.asked = namespaces, everywhere, list[str]()
+
+    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> Any:
+        assert selector == "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=weir"
+        if namespace is None and not self.everywhere:
+            raise ApiError(403, "Forbidden", "not the whole cluster")
+        container = {"name": "operator", "ports": [{"name": "health", "containerPort": 8082}]}
+        return [
+            {"metadata": {"namespace": n, "name": "weir"}, "spec": {"containers": [container]}}
+            for n in self.namespaces if namespace in (n, None)
+        ]
+
+    async def text(self, target: str) -> str:
+        self.asked.append(target)
+        return "{}"
+
+
+@pytest.mark.parametrize(("named", "place"), [("b", "b"), ("b/weir-two", "b"), ("gone", "a"), ("", "a"), (None, "a")])
+async def test_the_operator_that_the_status_names_is_asked(named: str | None, place: str) -> None:
+    raw = {**RAW, "status": {"operator": named}} if named is not None else RAW
+    api = Leaders("a", "b")
+    await api.explained(raw)
+    assert api.asked == [f"/api/v1/namespaces/{place}/pods/weir:8082/proxy/explain/ns/chat"]
+    if named and place in named:  # with rights there alone
+        assert await Leaders("a", "b", everywhere=False).explained(raw) == {}
 
 
 # ---------------------------------------------------------------- size
