@@ -314,7 +314,7 @@ def test_another_handler_of_a_probe_replaces_ours_and_its_timing_stays() -> None
 @pytest.mark.parametrize("overlay", [
     {"metadata": None, "spec": None}, {"metadata": {"labels": None}},
     {"spec": {"containers": None, "initContainers": None, "volumes": None, "securityContext": None}},
-    {"spec": {"containers": [{"name": "server", "volumeMounts": None, "livenessProbe": None, "image": None, "env": None}]}},
+    {"spec": {"containers": [{"name": "server", "volumeMounts": None, "livenessProbe": None, "args": None, "env": None}]}},
 ])
 def test_a_null_takes_nothing_of_ours_away(overlay: dict[str, Any]) -> None:
     """Templates of manifests leave nulls where a value was empty; without its container there would be no server."""
