@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import yaml
 from control_plane_kit import Cluster, resource
+from status_kit import fields_of, full_status
+
+from weir_operator.api import names
+from weir_operator.api.crd import crd
 
 
 def knobs(**values: Any) -> dict[str, Any]:
@@ -281,10 +286,24 @@ def test_scale_and_columns(cluster: Cluster, namespace: str) -> None:
 
 
 def test_every_field_is_explained(cluster: Cluster) -> None:
-    assert "<empty>" not in cluster.kubectl("explain", "infd.spec").stdout
-    for field in ("model.source", "tuning.knobs.kvCacheBudget", "drain.timeout", "autoscaling.mode", "rollout.maxUnavailable"):
-        text = cluster.kubectl("explain", f"infd.spec.{field}").stdout
+    """By what the API server publishes, which `kubectl explain` prints: as the CRD has it, whole."""
+    published = json.loads(cluster.kubectl("get", "--raw", f"/openapi/v3/apis/{names.API_VERSION}").stdout)
+    [schema] = [s for name, s in published["components"]["schemas"].items() if name.endswith(f".{names.KIND}")]
+    told = {path: part for path, part in fields_of(schema) if path.startswith((".spec", ".status"))}
+    ours = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+    assert set(told) == {path for path, _ in fields_of(ours) if path.startswith((".spec", ".status"))}
+    assert [path for path, part in told.items() if not part.get("description")] == []
+    for field in ("spec.tuning.knobs.kvCacheBudget", "status.tuning.learned.workload.output", "status.tuning.pods.name"):
+        text = cluster.kubectl("explain", f"infd.{field}").stdout
         assert "<empty>" not in text and "DESCRIPTION" in text
+
+
+def test_what_the_operator_writes_of_itself_comes_back_as_it_was(cluster: Cluster, namespace: str) -> None:
+    cluster.apply(resource(), namespace)
+    status = json.loads(json.dumps(full_status()))
+    change = json.dumps({"status": status})
+    cluster.kubectl("patch", "infd/chat", "-n", namespace, "--subresource=status", "--type=merge", "-p", change)
+    assert cluster.get("infd", "chat", namespace)["status"] == status
 
 
 def test_kubectl_autoscale_finds_what_it_needs(cluster: Cluster, namespace: str) -> None:

@@ -221,7 +221,12 @@ async def metrics() -> AsyncIterator[str]:
     await runner.cleanup()
 
 
-OPERATOR_LABELS = {"app.kubernetes.io/name": "weir", "app.kubernetes.io/component": "operator"}
+OPERATOR_LABELS = {  # of a release with a name of its own
+    "app.kubernetes.io/name": "inference", "app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "weir",
+}
+BESIDE = pytest.mark.parametrize("more", [
+    {}, {"sidecar": True, "template": {"spec": {"containers": [{"name": "app", "image": "app:1"}]}}},
+], ids=["alone", "sidecar"])
 
 
 def operator_pod(cluster: Cluster, namespace: str, name: str, address: str, port: int) -> None:
@@ -235,10 +240,12 @@ def operator_pod(cluster: Cluster, namespace: str, name: str, address: str, port
     cluster.kubectl("patch", "pod", name, "-n", namespace, "--subresource=status", "--type=merge", "-p", json.dumps(status))
 
 
+@BESIDE
 async def test_the_operator_and_the_pods_answer_through_the_api_servers_proxy(
     infd: Run, cluster: Cluster, namespace: str, operator: Operator, metrics: str, fake_server: Any, tmp_path: Any,
+    more: dict[str, Any],
 ) -> None:
-    await asyncio.to_thread(cluster.apply, resource(), namespace)
+    await asyncio.to_thread(cluster.apply, resource(**more), namespace)
     await asyncio.to_thread(settled, cluster, operator, namespace)
     label = "weir.dev/name=chat"
     secret = await asyncio.to_thread(cluster.kubectl, "get", "secret", "-n", namespace, "-l", label, "-o", "json")
@@ -284,11 +291,13 @@ async def test_the_operator_and_the_pods_answer_through_the_api_servers_proxy(
     assert int(done.stdout.split()[0]) >= 3
 
 
+@BESIDE
 def test_the_pod_of_a_size_is_as_the_servers_pods_are_and_goes_however_it_ends(
-    cluster: Cluster, namespace: str, operator: Operator,
+    cluster: Cluster, namespace: str, operator: Operator, more: dict[str, Any],
 ) -> None:
     """There is no node, so it never runs: Ctrl-C ends the wait."""
-    cluster.apply(resource(replicas=0, template={"spec": {"nodeSelector": {"a": "b"}}}), namespace)
+    more = {**more, "template": {"spec": {**more.get("template", {}).get("spec", {}), "nodeSelector": {"a": "b"}}}}
+    cluster.apply(resource(replicas=0, **more), namespace)
     settled(cluster, operator, namespace)
 
     def pods() -> list[Any]:

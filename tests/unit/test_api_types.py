@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import yaml
+from status_kit import fields_of, full_status
 
 from weir_operator.api.conditions import CATALOGUE, Condition, merged
 from weir_operator.api.crd import crd, rendered
@@ -49,22 +50,47 @@ def test_the_charts_copy_is_the_same_crd() -> None:
     assert copied == crd()
 
 
-def _fields(schema: dict[str, Any], where: str = "") -> Any:
-    for name, part in schema.get("properties", {}).items():
-        yield f"{where}.{name}", part
-        yield from _fields(part, f"{where}.{name}")
-        yield from _fields(part.get("items", {}), f"{where}.{name}[]")
-
-
 def test_every_field_is_described_and_no_rule_is_without_a_sentence() -> None:
     schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-    fields = dict(_fields(schema))
+    fields = dict(fields_of(schema))
     assert len(fields) > 50
     assert [name for name, part in fields.items() if not part.get("description") and name != ".metadata"] == []
     for name, part in fields.items():
         for rule in part.get("x-kubernetes-validations", ()):
             assert rule["message"], name
         assert "$ref" not in part, name
+
+
+def _untold(value: Any, schema: dict[str, Any], where: str) -> Any:
+    """Paths below `value` that the schema does not declare; a place for anything is one itself."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _untold(item, schema["items"], f"{where}[]")
+    elif isinstance(value, dict):
+        if not schema.get("properties"):
+            yield f"{where}.*"
+        for name, inner in value.items() if schema.get("properties") else ():
+            part = schema["properties"].get(name)
+            yield from _untold(inner, part, f"{where}.{name}") if part else [f"{where}.{name}"]
+
+
+def test_everything_that_the_operator_writes_is_declared() -> None:
+    """And so explained. Open is what figures and knobs are called, and the tuner's memory, which is nobody else's."""
+    schema = crd()["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["status"]
+    written = full_status()
+    entry = ".tuning.history[]"
+    assert set(_untold(written, schema, "")) == {
+        ".tuning.state.*", *(f"{entry}.{part}.*" for part in ("changes", "predicted", "observed")),
+    }
+    assert {name for name, _ in fields_of(schema)} <= set(_paths(written, "")), "what is declared is written"
+
+
+def _paths(value: Any, where: str) -> Any:
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        yield f"{where}.{name}"
+        yield from _paths(inner, f"{where}.{name}")
+    for item in value if isinstance(value, list) else ():
+        yield from _paths(item, f"{where}[]")
 
 
 @pytest.mark.parametrize(("spec", "sentence"), [

@@ -69,6 +69,9 @@ def test_a_server_that_ended_is_a_pod_that_crashed(deployment: LocalDeployment) 
     assert (condition(deployment, "ModelLoaded")["reason"], condition(deployment, "ModelLoaded")["message"]) == (
         "LoadFailed", "no such file",
     )
+    for ready in (True, False):
+        server._set_ready(ready, deployment.refresh)
+    assert condition(deployment, "Ready")["reason"] == "Starting", "it has served since"
 
 
 @pytest.mark.parametrize("mode", ["Internal", "External"])
@@ -129,11 +132,11 @@ async def test_the_plugins_requests_are_answered_as_an_api_server_would(served: 
         with pytest.raises(ApiError, match="does not answer") as silent:
             await api.text(proxied(pod, "http", "metrics"))
         assert silent.value.status == 503
-        assert await api.explained("default", "smollm2") == {"of": "default/smollm2"}
+        assert await api.explained(raw) == {"of": "default/smollm2"}
         with pytest.raises(ApiError, match="local mode has no GET"):
             await api.list("Deployment", "default")
         with pytest.raises(ApiError, match="not found"):
-            await api.explained("default", "other")
+            await api.explained({"metadata": {"namespace": "default", "name": "other"}})
     finally:
         await api.close()
 

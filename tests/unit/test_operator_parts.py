@@ -125,6 +125,19 @@ async def test_an_error_that_may_pass_does_not_freeze_the_status(bench: Bench, m
     assert bench.ready()["reason"] == "Starting"
 
 
+async def test_pods_are_told_of_whatever_became_of_the_spec(bench: Bench) -> None:
+    """It takes no spec to count them: a resource that cannot be read must not be said to serve when it does no more."""
+    wrong = {**RAW, "spec": {**RAW["spec"], "template": {"spec": {"containers": [{"name": "server", "args": []}]}}}}
+    for ready, available in ((1, "True"), (0, "False")):
+        bench.store.drop("Deployment", deployment())
+        bench.store.put("Deployment", deployment(replicas=1, readyReplicas=ready))
+        bench.store.put(names.KIND, wrong)
+        await bench.reconciler("ns/chat")
+        assert bench.ready()["reason"] == "SpecInvalid" and "engine.extraArgs" in bench.ready()["message"]
+        assert bench.api.statuses[-1]["readyReplicas"] == ready
+        assert {c["type"]: c["status"] for c in bench.api.statuses[-1]["conditions"]}["Available"] == available
+
+
 async def test_a_resource_that_went_unseen_is_forgotten_at_its_first_refused_write(bench: Bench) -> None:
     """Its deletion fell into a gap of the watches: no pass may go on making children of it."""
     bench.store.put(names.KIND, RAW)

@@ -283,6 +283,46 @@ def test_the_overlay_merges_by_name_and_adds_what_is_new() -> None:
     assert template["metadata"]["labels"]["weir.dev/name"] == "chat"
 
 
+CLAIM, FROM = {"persistentVolumeClaim": {"claimName": "scratch"}}, {"valueFrom": {"configMapKeyRef": {"name": "a", "key": "b"}}}
+
+
+@pytest.mark.parametrize(("field", "ours", "theirs", "left"), [
+    ("volumes", {"emptyDir": {}}, CLAIM, CLAIM),
+    ("volumes", {"emptyDir": {}}, {"emptyDir": None, **CLAIM}, CLAIM),
+    ("volumes", {"emptyDir": {}}, {"emptyDir": {"sizeLimit": "1Gi"}}, {"emptyDir": {"sizeLimit": "1Gi"}}),
+    ("volumes", {"secret": {"secretName": "s"}}, {"secret": {"defaultMode": 256}},
+     {"secret": {"secretName": "s", "defaultMode": 256}}),
+    ("volumes", {"emptyDir": {}}, {}, {"emptyDir": {}}),
+    ("env", {"value": "/tmp"}, FROM, FROM),
+    ("env", {"value": "/tmp"}, {"value": "/home"}, {"value": "/home"}),
+])
+def test_what_may_be_of_one_kind_only_is_of_the_overlays(field: str, ours: Any, theirs: Any, left: Any) -> None:
+    """Both kinds at once would be refused by the API server."""
+    named = {"name": "x"}
+    assert overlaid({field: [named | ours]}, {field: [named | theirs]}) == {field: [named | left]}
+
+
+def test_another_handler_of_a_probe_replaces_ours_and_its_timing_stays() -> None:
+    theirs = {"exec": {"command": ["true"]}, "periodSeconds": 60}
+    overlay = {"spec": {"containers": [{"name": "server", "livenessProbe": theirs}]}}
+    [server] = pod_template(resource(template=overlay), DEFAULTS.pinned)["spec"]["containers"]
+    probe = server["livenessProbe"]
+    assert "httpGet" not in probe and probe["exec"] == {"command": ["true"]}
+    assert (probe["periodSeconds"], probe["failureThreshold"]) == (60, 6)
+
+
+@pytest.mark.parametrize("overlay", [
+    {"metadata": None, "spec": None}, {"metadata": {"labels": None}},
+    {"spec": {"containers": None, "initContainers": None, "volumes": None, "securityContext": None}},
+    {"spec": {"containers": [{"name": "server", "volumeMounts": None, "livenessProbe": None, "args": None, "env": None}]}},
+])
+def test_a_null_takes_nothing_of_ours_away(overlay: dict[str, Any]) -> None:
+    """Templates of manifests leave nulls where a value was empty; without its container there would be no server."""
+    model = {"source": "hf://acme/tiny"}
+    bare = pod_template(resource(model=model), DEFAULTS.pinned)
+    assert pod_template(resource(model=model, template=overlay), DEFAULTS.pinned) == bare
+
+
 def test_the_overlay_changes_neither_side() -> None:
     ours, theirs = {"a": [{"name": "x", "v": 1}]}, {"a": [{"name": "x", "w": 2}]}
     assert overlaid(ours, theirs) == {"a": [{"name": "x", "v": 1, "w": 2}]}

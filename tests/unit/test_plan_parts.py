@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from weir_operator.plan.observed import Observed
 from weir_operator.plan.plan import parse
 from weir_operator.plan.presets import PRESETS
 from weir_operator.plan.sources import fetch_args, locate, served_name
-from weir_operator.plan.trouble import ADVICE, pod_trouble, troubles
+from weir_operator.plan.trouble import ADVICE, downloading, load_failure, troubles
 
 NOW = "2026-01-01T01:00:00Z"
 
@@ -81,11 +82,25 @@ def test_pinned_defaults_hold_until_what_restarts_pods_changes() -> None:
     assert pin.in_force(resource(), None, CURRENT) == CURRENT
 
 
-@pytest.mark.parametrize("text", ["", "x", "{}", "[]", "null", '{"of": 1}', '{"of": "OF", "defaults": {"image": "a"}}'])
+@pytest.mark.parametrize("text", [
+    "", "x", "{}", "[]", "null", '{"of": 1}', '{"of": "OF"}', '{"of": "OF", "defaults": []}', '{"of": "OF", "defaults": {}}',
+    '{"of": "OF", "defaults": {"parallel": 2}}',
+])
 def test_a_pin_that_somebody_spoilt_is_made_anew(text: str) -> None:
     note = text.replace("OF", pin.of_spec(resource()))
     deployment = {"metadata": {"annotations": {"weir.dev/pinned": note}}}
     assert pin.in_force(resource(), deployment, CURRENT) == CURRENT
+
+
+@pytest.mark.parametrize("lacking", [f.name for f in fields(pin.Pinned) if f.name != "image"])
+def test_a_field_of_a_later_operator_restarts_nothing_that_an_earlier_one_made(lacking: str) -> None:
+    """It means what there was before it, whatever new pods get; and what an earlier operator does not know, it passes over."""
+    deployment = made_with(resource(), "old:1")
+    saved = json.loads(deployment["metadata"]["annotations"]["weir.dev/pinned"])
+    del saved["defaults"][lacking]
+    saved["defaults"]["of-a-later-one"] = 1
+    deployment["metadata"]["annotations"]["weir.dev/pinned"] = json.dumps(saved)
+    assert pin.in_force(resource(), deployment, replace(CURRENT, **{lacking: 77})) == pin.Pinned("old:1")
 
 
 def test_the_users_image_is_the_users() -> None:
@@ -121,13 +136,17 @@ def test_a_kind_that_the_cluster_lacks_is_left_out_and_told() -> None:
     assert missing_kinds(resource(), Observed(kinds=frozenset())) == []
 
 
-def pod(*containers: dict[str, Any], ready_since: str = "2026-01-01T00:00:00Z", **meta: Any) -> dict[str, Any]:
+def pod(
+    *containers: dict[str, Any], ready_since: str = "2026-01-01T00:00:00Z", phase: str = "Running", **meta: Any,
+) -> dict[str, Any]:
     conditions = [{"type": "Ready", "status": "False", "lastTransitionTime": ready_since}]
-    return {"metadata": {"name": "p", **meta}, "status": {"conditions": conditions, "containerStatuses": list(containers)}}
+    status = {"phase": phase, "conditions": conditions, "containerStatuses": list(containers)}
+    return {"metadata": {"name": "p", **meta}, "status": status}
 
 
-def running(since: str, started: bool = True, name: str = "server") -> dict[str, Any]:
-    return {"name": name, "ready": False, "started": started, "state": {"running": {"startedAt": since}}}
+def running(since: str, started: bool = True, name: str = "server", last: Any = None) -> dict[str, Any]:
+    state = {"running": {"startedAt": since}}
+    return {"name": name, "ready": False, "started": started, "state": state, "lastState": (last or {}).get("state", {})}
 
 
 def ended(code: int, reason: str = "Error", name: str = "server") -> dict[str, Any]:
@@ -145,11 +164,39 @@ def ended(code: int, reason: str = "Error", name: str = "server") -> dict[str, A
     (pod(ended(137, "OOMKilled")), "OutOfMemory"),
     (pod(ended(2, name="fetch")), "DownloadFailed"),
     (pod(ended(1), deletionTimestamp=NOW), None),  # it is on its way out
+    (pod(running("2026-01-01T00:30:00Z", last=ended(1)), ready_since="2026-01-01T00:40:00Z"), "ProbeFailing"),  # not that end
+    (pod(running("2026-01-01T00:30:00Z", last=ended(137, "OOMKilled"))), "ProbeFailing"),
+    (pod(running("2026-01-01T00:59:00Z", last=ended(1))), None),  # it has started again
+    (pod(running("2026-01-01T00:59:00Z", started=False, last=ended(1))), "CrashLooping"),  # another try of what failed
+    (pod(running("2026-01-01T00:59:00Z", started=False, last=ended(137, "OOMKilled"))), "OutOfMemory"),
+    (pod(running("2026-01-01T00:59:00Z", name="fetch", last=ended(1, name="fetch"))), None),  # downloads, this time
+    (pod(ended(137), phase="Failed"), None),  # evicted: another is in its place
+    (pod(ended(137), phase="Succeeded"), None),
+    (pod(ended(137), phase="Running"), "CrashLooping"),
 ])
 def test_what_troubles_a_pod(found: dict[str, Any], reason: str | None) -> None:
-    said = pod_trouble(found, NOW)
-    assert (said and said[0]) == reason
-    assert said is None or said[1].endswith(ADVICE[said[0]])
+    said = troubles([found], NOW)
+    assert [r for r, _ in said] == ([reason] if reason else [])
+    assert all(words.startswith("p: ") and words.endswith(ADVICE[r]) for r, words in said)
+
+
+@pytest.mark.parametrize(("found", "words"), [
+    (pod(ended(2)), "last"),
+    (pod(ended(1)), None),
+    (pod(running("2026-01-01T00:59:00Z", started=False, last=ended(2))), "last"),  # another try of what failed
+    (pod(running("2026-01-01T00:30:00Z", last=ended(2))), None),  # it was loaded since
+    (pod(ended(2), phase="Failed"), None),
+    (pod(ended(2), deletionTimestamp=NOW), None),
+])
+def test_what_cannot_be_loaded_is_what_a_pod_of_now_could_not_load(found: dict[str, Any], words: str | None) -> None:
+    assert load_failure([found]) == words
+
+
+def test_an_evicted_pod_says_nothing_of_the_one_in_its_place() -> None:
+    evicted, fresh = pod(ended(137), phase="Failed"), pod(running("2026-01-01T00:59:00Z", started=False))
+    assert troubles([evicted, fresh], NOW) == []
+    fetching = running("2026-01-01T00:59:00Z", name="fetch")
+    assert (downloading([pod(fetching)]), downloading([pod(fetching, phase="Failed")])) == (True, False)
 
 
 def test_a_claim_that_cannot_be_used_is_told_apart_from_a_node_without_room() -> None:

@@ -10,7 +10,7 @@ from weir_operator.api.conditions import Condition
 from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import parse, plan
-from weir_operator.plan.status import _TUNED
+from weir_operator.plan.status import _TUNED, invalid_status
 from weir_operator.plan.tuning import _CALMEST_FIRST, remembered, tuner_spec
 from weir_operator.plan.tuning import report as published
 from weir_operator.tuner.types import Outcome, Pending, PodState, PodView, Poll, Record, TunerState
@@ -99,6 +99,43 @@ def test_a_stuck_rollout_is_said_while_old_pods_serve() -> None:
 ])
 def test_a_rollout_is_complete_only_of_the_present_template(seen: dict[str, Any], reason: str) -> None:
     assert conditions(resource(1), **seen)["Progressing"][1] == reason
+
+
+WRONG = Condition("Ready", False, "SpecInvalid", "spec.template: x")
+
+
+@pytest.mark.parametrize(("ready", "there", "told"), [
+    (2, True, {"Available": "True", "Degraded": "False", "ModelLoaded": "True", "Progressing": "False"}),
+    (1, True, {"Available": "True", "Degraded": "True", "ModelLoaded": "True", "Progressing": "True"}),
+    (0, True, {"Available": "False", "Degraded": "True", "ModelLoaded": "False", "Progressing": "True"}),
+    (0, False, {"Available": "False", "Degraded": "True", "ModelLoaded": "False"}),
+])
+def test_pods_are_told_of_whatever_became_of_the_spec(ready: int, there: bool, told: dict[str, str]) -> None:
+    """What takes a spec to say stays, of the spec that it was said of."""
+    def made(serving: int) -> dict[str, Any]:
+        return {**deployment(serving, 2), "spec": {"replicas": 2}}
+
+    before = plan(resource(2), Observed(NOW, made(2)), Defaults("i", "t")).status
+    raw = {"metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 3}, "status": before}
+    failed = [pod(state={"terminated": {"exitCode": 2, "message": "no model"}})] if not ready else []
+    found = invalid_status(raw, WRONG, Observed(LATER, made(ready) if there else None, failed))
+    said = {c["type"]: c for c in found["conditions"]}
+    known = {c["type"]: c for c in before["conditions"]}
+    assert said["Ready"]["reason"] == "SpecInvalid" and said["ModelLoaded"]["reason"] == ("Loaded" if ready else "LoadFailed")
+    assert {kind: said[kind]["status"] for kind in told} == told
+    assert {kind for kind in known if kind not in said} == ({"Progressing"} if not there else set())
+    assert all(said[kind] == known[kind] for kind in ("Tuned", "SLOMet", "AutoscalerOwned", "IntegrationsReady"))
+    assert (found["observedGeneration"], found["readyReplicas"], found["url"]) == (3, ready, before["url"])
+    again = {**raw, "status": json.loads(json.dumps(found))}
+    assert invalid_status(again, WRONG, Observed("2026-01-01T00:02:00Z", made(ready) if there else None, failed)) == found
+
+
+def test_of_a_spec_that_could_never_be_read_no_pod_is_missed() -> None:
+    found = invalid_status({"metadata": {"name": "chat", "namespace": "ns", "uid": "u", "generation": 1}}, WRONG, Observed(NOW))
+    assert {c["type"]: c["status"] for c in found["conditions"]} == dict.fromkeys(
+        ("Ready", "Available", "Degraded", "ModelLoaded", "Contested"), "False",
+    )
+    assert (found["replicas"], found["readyReplicas"]) == (0, 0)
 
 
 def test_a_message_that_names_every_pod_is_cut() -> None:

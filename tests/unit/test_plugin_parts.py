@@ -16,12 +16,15 @@ import typer
 from aiohttp import web
 from rich.console import Console
 
-from weir_operator.cli.plugin import bench, texts, work
+from weir_operator.cli.plugin import bench, texts, tree, work
+from weir_operator.cli.plugin.api import Cluster, port_of, proxied
 from weir_operator.cli.plugin.bench import Load, Outcome, Report, play
 from weir_operator.cli.plugin.edits import BEFORE, NothingToDo, Revision, chosen, to_release, to_rollback
 from weir_operator.cli.plugin.metrics import parsed, quantile, reading
+from weir_operator.io.kube import ApiError
 from weir_operator.plan.manifests import Defaults, children
 from weir_operator.plan.plan import parse
+from weir_server.contract import CONTROL_PORT, HTTP_PORT
 
 RAW: dict[str, Any] = {
     "apiVersion": "weir.dev/v1alpha1", "kind": "InferenceDeployment",
@@ -207,19 +210,90 @@ def test_a_quantile_in_the_open_bucket_is_its_start() -> None:
     assert quantile({}, parsed("# TYPE x histogram\n" + text), "x", 0.5) == 1.0
 
 
+# ---------------------------------------------------------------- whom `explain` asks
+
+class Leaders(Cluster):
+    """An API server with a pod of an operator in each of some namespaces; who may see the whole cluster is another matter."""
+
+    def __init__(self, *namespaces: str, everywhere: bool = True) -> None:
+        self.namespaces, self.everywhere, self.asked = namespaces, everywhere, list[str]()
+
+    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> Any:
+        assert selector == "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=weir"
+        if namespace is None and not self.everywhere:
+            raise ApiError(403, "Forbidden", "not the whole cluster")
+        container = {"name": "operator", "ports": [{"name": "health", "containerPort": 8082}]}
+        return [
+            {"metadata": {"namespace": n, "name": "weir"}, "spec": {"containers": [container]}}
+            for n in self.namespaces if namespace in (n, None)
+        ]
+
+    async def text(self, target: str) -> str:
+        self.asked.append(target)
+        return "{}"
+
+
+@pytest.mark.parametrize(("named", "place"), [("b", "b"), ("b/weir-two", "b"), ("gone", "a"), ("", "a"), (None, "a")])
+async def test_the_operator_that_the_status_names_is_asked(named: str | None, place: str) -> None:
+    raw = {**RAW, "status": {"operator": named}} if named is not None else RAW
+    api = Leaders("a", "b")
+    await api.explained(raw)
+    assert api.asked == [f"/api/v1/namespaces/{place}/pods/weir:8082/proxy/explain/ns/chat"]
+    if named and place in named:  # with rights there alone
+        assert await Leaders("a", "b", everywhere=False).explained(raw) == {}
+
+
 # ---------------------------------------------------------------- size
 
-def test_a_pod_that_does_the_arithmetic_has_the_template_and_nothing_that_makes_it_found() -> None:
-    [deployment] = [m for m in children(parse(RAW), Defaults("image", "token")) if m["kind"] == "Deployment"]
-    words = work.once("chat-size-1", deployment["spec"]["template"], ["--output=json"])
+SIDECAR = {"sidecar": True, "template": {"spec": {
+    "initContainers": [{"name": "waits-for-the-server", "image": "app:1"}], "containers": [{"name": "app", "image": "app:1"}],
+}}}
+BESIDE = pytest.mark.parametrize("more", [{}, SIDECAR], ids=["alone", "sidecar"])
+
+
+def template(**spec: Any) -> dict[str, Any]:
+    manifests = children(parse({**RAW, "spec": {**RAW["spec"], **spec}}), Defaults("image", "token"))
+    [found] = [m["spec"]["template"] for m in manifests if m["kind"] == "Deployment"]
+    return dict(found)
+
+
+@BESIDE
+def test_a_pod_that_does_the_arithmetic_has_the_template_and_nothing_that_makes_it_found(more: dict[str, Any]) -> None:
+    made = template(**more, model={"source": "hf://acme/tiny"})
+    words = work.once("chat-size-1", made, ["--output=json"])
     assert words[0] == "run" and words[1] == "chat-size-1" and "--rm" in words
     pod = json.loads(next(w for w in words if w.startswith("--overrides=")).removeprefix("--overrides="))
     [container] = pod["spec"]["containers"]
-    assert container["args"][:2] == ["size", "/models/m.gguf"] and container["args"][-1] == "--output=json"
+    assert container["args"][:2] == ["size", "/models/hf/acme/tiny"] and container["args"][-1] == "--output=json"
     assert not [a for a in container["args"] if a.startswith(("--port", "--control", "--boot-file"))]
     assert "labels" not in pod.get("metadata", {}) and pod["spec"]["restartPolicy"] == "Never"
-    assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports"} & set(container)
-    assert pod["spec"]["volumes"] == deployment["spec"]["template"]["spec"]["volumes"]
+    assert not {"startupProbe", "readinessProbe", "livenessProbe", "ports", "restartPolicy"} & set(container)
+    assert pod["spec"]["volumes"] == made["spec"]["volumes"]
+    assert [c["name"] for c in pod["spec"]["initContainers"]] == ["fetch"], "what waits for the server would wait for ever"
+
+
+@BESIDE
+def test_the_servers_ports_and_restarts_are_found_wherever_it_is_in_the_pod(more: dict[str, Any]) -> None:
+    kind = "initContainerStatuses" if more else "containerStatuses"
+    seen = {"name": "server", "ready": False, "restartCount": 3, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}
+    pod = {**template(**more), "metadata": {"name": "chat-1", "namespace": "ns"}, "status": {kind: [seen]}}
+    assert (port_of(pod, "http"), port_of(pod, "control")) == (HTTP_PORT, CONTROL_PORT)
+    assert proxied(pod, "http", "metrics") == f"/api/v1/namespaces/ns/pods/chat-1:{HTTP_PORT}/proxy/metrics"
+    child = tree._child("Pod", pod, {})
+    assert (child.healthy, "3 restarts" in child.detail, "CrashLooping" in child.detail) == (False, True, True)
+
+
+@pytest.mark.parametrize(("status", "healthy", "said"), [
+    ({"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory."}, None, "Evicted: The node was low"),
+    ({"phase": "Pending", "containerStatuses": [{"name": "server", "state": {"waiting": {"reason": "ContainerCreating"}}}]},
+     False, "not ready (ContainerCreating)"),
+    ({"phase": "Running", "containerStatuses": [{
+        "name": "server", "started": True, "state": {"running": {}}, "lastState": {"terminated": {"exitCode": 1}},
+    }]}, False, "not ready (Running)"),  # that end is over
+])
+def test_why_a_pod_is_not_ready_is_of_now(status: dict[str, Any], healthy: bool | None, said: str) -> None:
+    child = tree._child("Pod", {"metadata": {"name": "chat-1"}, "spec": {}, "status": status}, {})
+    assert child.healthy is healthy and said in child.detail
 
 
 def test_what_is_left_out_of_a_size_is_what_the_servers_size_does_not_take() -> None:

@@ -158,7 +158,7 @@ def _overlay(template: dict[str, Any]) -> dict[str, Any]:
     for kind in ("containers", "initContainers"):
         containers = spec.get(kind) if isinstance(spec, dict) else None
         for container in containers if isinstance(containers, list) else ():
-            if isinstance(container, dict) and container.get("name") == CONTAINER and "args" in container:
+            if isinstance(container, dict) and container.get("name") == CONTAINER and container.get("args") is not None:
                 raise ValueError(f"the args of container {CONTAINER} are Weir's: put yours in engine.extraArgs")
     return template
 

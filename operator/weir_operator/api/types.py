@@ -285,8 +285,9 @@ class Spec(Part):
     """Put the server beside your application: `template` has your containers, and the server joins them as a native sidecar,
     the init container `server`, which starts before them and ends after them."""
     template: Overlay | None = None
-    """A PodTemplateSpec laid over ours: resources, node selection, volumes, more containers. Lists are merged by name; our
-    container is called `server`, and its arguments belong in engine.extraArgs."""
+    """A PodTemplateSpec laid over ours: resources, node selection, volumes, more containers. Lists are merged by name, another
+    source of a volume of ours replaces its own, and null leaves ours as it is; our container is called `server`, and its
+    arguments belong in engine.extraArgs."""
 
     @model_validator(mode="after")
     def _inside_limits(self) -> Any:

@@ -80,7 +80,7 @@ class ServerProcess:
     log: Path
     ready: bool = False
     restarts: int = 0
-    exit: Exit | None = None  # the last one
+    exit: Exit | None = None  # the last one, until it serves again
     _served: bool = False
     _process: asyncio.subprocess.Process | None = field(default=None, repr=False)
 
@@ -134,7 +134,7 @@ class ServerProcess:
     def _set_ready(self, ready: bool, changed: Callable[[], None]) -> None:
         self._served |= ready
         if ready != self.ready:
-            self.ready = ready
+            self.ready, self.exit = ready, None if ready else self.exit
             changed()
 
     async def _end(self, grace: float) -> None:

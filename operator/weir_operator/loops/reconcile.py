@@ -23,7 +23,7 @@ from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Object, Store, key_of
 from weir_operator.plan.manifests import BESIDE_PODS, Defaults
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
-from weir_operator.plan.plan import SpecError, parse
+from weir_operator.plan.plan import SpecError, parse, unread
 from weir_operator.plan.status import invalid_status, status
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,8 @@ class Reconciler:
         try:
             resource = parse(_relevant(raw), lenient=True)
         except SpecError as e:
-            await self._write_status(raw, invalid_status(raw, Condition("Ready", False, "SpecInvalid", str(e)), utc_now()))
+            wrong = Condition("Ready", False, "SpecInvalid", str(e))
+            await self._write_status(raw, invalid_status(raw, wrong, self._observed(unread(raw))))
             return
         if not raw.get("status"):  # in our name before anything is made: of two operators, one begins
             await self._write_status(raw, status(resource, self._observed(resource)))

@@ -43,6 +43,7 @@ class Defaults:
 
     @property
     def pinned(self) -> pin.Pinned:
+        """What new pods get."""
         return pin.Pinned(self.image)
 
 

@@ -5,8 +5,9 @@ the annotation `weir.dev/upgrade` to a value that it did not have. Cost: one ann
 request as the template, so that the two cannot disagree. Reason: an operator whose upgrade rolls a whole fleet at once is an
 outage.
 
-All that a later operator may want to render differently is data in `Pinned`; what it adds there must mean "not there" where a
-Deployment made earlier does not have it.
+All that a later operator may want to render differently is data in `Pinned`; golden templates (tests/goldens) hold everything
+else still. A Deployment that was made before a field there was has the field's default: so that default is what pods had until
+then, for good, and what new pods get is said in `manifests.Defaults`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def in_force(resource: InferenceDeployment, deployment: Mapping[str, Any] | None
     try:
         saved = json.loads(notes.get(names.PINNED_ANNOTATION, "{}"))
         if saved.get("of") == of_spec(resource):
-            return Pinned(**{f.name: saved["defaults"][f.name] for f in fields(Pinned)})
+            known = {f.name for f in fields(Pinned)}
+            return Pinned(**{name: value for name, value in saved["defaults"].items() if name in known})
     except (ValueError, KeyError, TypeError, AttributeError):
         pass  # not as we wrote it: somebody edited it, and it is written anew
     return current

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from weir_operator.api.types import InferenceDeployment
+from weir_operator.api.types import InferenceDeployment, ObjectMeta
 from weir_operator.plan.manifests import Defaults, Manifest, children
 from weir_operator.plan.observed import Observed
 from weir_operator.plan.presets import filled
@@ -53,6 +53,13 @@ def parse(raw: Mapping[str, Any], lenient: bool = False) -> InferenceDeployment:
         where = ".".join(str(part) for part in errors[0]["loc"]) or "the manifest"
         text = {"extra_forbidden": "unknown field", "missing": "is required"}.get(errors[0]["type"])
         raise SpecError(f"{where}: {text or errors[0]['msg'].removeprefix('Value error, ')}") from None
+
+
+def unread(raw: Mapping[str, Any]) -> InferenceDeployment:
+    """A resource that `parse` refused, by name: enough to look for what is its."""
+    meta = raw["metadata"]
+    named = ObjectMeta.model_construct(name=meta["name"], namespace=meta["namespace"], uid=meta["uid"])
+    return InferenceDeployment.model_construct(metadata=named)
 
 
 def _without(raw: Mapping[str, Any], fields: Iterable[tuple[int | str, ...]]) -> dict[str, Any]:

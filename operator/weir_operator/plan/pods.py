@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from weir_operator.api import names
@@ -33,6 +34,11 @@ def selector(resource: InferenceDeployment) -> dict[str, str]:
 
 def labels(resource: InferenceDeployment) -> dict[str, str]:
     return {**selector(resource), names.MANAGED_LABEL: "true", "app.kubernetes.io/managed-by": names.FIELD_MANAGER}
+
+
+def containers_of(spec: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """All of a pod's, in the order in which they start: as a sidecar the server is an init container."""
+    return [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
 
 
 def token_secret_name(resource: InferenceDeployment) -> str:

@@ -72,19 +72,30 @@ def _integrations(resource: InferenceDeployment, seen: Observed) -> Condition:
     return Condition("IntegrationsReady", True, "Complete")
 
 
-def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
-    wanted, ready = wanted_replicas(resource, seen), (seen.deployment or {}).get("status", {}).get("readyReplicas", 0)
-    found = troubles(seen.pods, seen.now)
+def _counts(seen: Observed) -> dict[str, int]:
+    return {name: (seen.deployment or {}).get("status", {}).get(name, 0) for name in ("replicas", "readyReplicas")}
+
+
+def _pods(seen: Observed, wanted: int, found: list[tuple[str, str]]) -> list[Condition]:
+    """What is seen of pods whatever the spec says now. `wanted`: how many there are to be; `found`: their troubles."""
+    ready = _counts(seen)["readyReplicas"]
     missing = wanted > 0 and ready < wanted
     counted = f"{ready} of {wanted} pods serve" if missing else ""
     return [
-        _ready(resource, seen, wanted, ready, found),
         Condition("Available", ready > 0, "PodsServing" if ready else "NoPodServes"),
         _progressing(seen, wanted, ready, found),
         Condition("Degraded", missing, "PodsMissing" if missing else "AllPodsServe", counted),
         _loaded(seen, ready, found),
-        owner(resource, seen),
         _contested(seen),
+    ]
+
+
+def _workload(resource: InferenceDeployment, seen: Observed) -> list[Condition]:
+    wanted, found = wanted_replicas(resource, seen), troubles(seen.pods, seen.now)
+    return [
+        _ready(resource, seen, wanted, _counts(seen)["readyReplicas"], found),
+        *_pods(seen, wanted, found),
+        owner(resource, seen),
         _integrations(resource, seen),
     ]
 
@@ -146,13 +157,12 @@ def _traffic(resource: InferenceDeployment, report: TuningReport | None) -> list
 
 def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
     """The whole status. Equal observations give an equal status, so an unchanged one is never written."""
-    meta, deployment = resource.metadata, (seen.deployment or {}).get("status", {})
+    meta = resource.metadata
     conditions = [*_workload(resource, seen), *_traffic(resource, seen.tuning)]
     out: dict[str, Any] = {
         "observedGeneration": meta.generation,
-        "replicas": deployment.get("replicas", 0),
+        **_counts(seen),
         "desiredReplicas": desired_replicas(resource, seen),
-        "readyReplicas": deployment.get("readyReplicas", 0),
         "selector": ",".join(f"{k}={v}" for k, v in sorted(selector(resource).items())),
         "url": f"http://{meta.name}.{meta.namespace}.svc:{resource.spec.service.port}",
         "model": served_name(resource.spec.model),
@@ -166,12 +176,19 @@ def status(resource: InferenceDeployment, seen: Observed) -> dict[str, Any]:
     return out
 
 
-def invalid_status(raw: Mapping[str, Any], trouble: Condition, now: str) -> dict[str, Any]:
-    """Status of a resource whose spec this operator cannot read: what was there, with Ready saying which field it is."""
+def invalid_status(raw: Mapping[str, Any], trouble: Condition, seen: Observed) -> dict[str, Any]:
+    """Status of a resource whose spec this operator cannot read: its pods as they are, and in Ready which field it is. What
+    takes a spec to say stays as it was, of the spec that it was said of. Without a Deployment no rollout is told of."""
     before, generation = raw.get("status") or {}, raw["metadata"].get("generation", 0)
-    kept = [c for c in before.get("conditions", ()) if c.get("type") != trouble.type]
+    wanted = (seen.deployment or {}).get("spec", {}).get("replicas", before.get("desiredReplicas", 0))
+    said = [trouble, *_pods(seen, wanted, troubles(seen.pods, seen.now))]
+    known = before.get("conditions", ())
+    kept = [c for c in known if c.get("type") not in {c.type for c in said}]
+    if seen.deployment is None:
+        said = [c for c in said if c.type != "Progressing"]
     return {
         **before,
+        **_counts(seen),
         "observedGeneration": generation,
-        "conditions": merged([trouble], before.get("conditions", ()), generation, now) + kept,
+        "conditions": merged(said, known, generation, seen.now) + kept,
     }

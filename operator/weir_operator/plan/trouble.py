@@ -33,14 +33,19 @@ _ORDER = ("OutOfMemory", "DownloadFailed", "CrashLooping", "ImagePullFailed", "C
 """What is said where pods suffer from different things: what happened inside a pod before what keeps it from starting."""
 
 
+def is_over(pod: Pod) -> bool:
+    """It serves no more, whatever comes: on its way out, or evicted, say, and listed still while another takes its place."""
+    return bool(pod["metadata"].get("deletionTimestamp")) or pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+
+
 def is_ready(pod: Pod) -> bool:
     """Ready, and not on its way out."""
-    return _condition(pod, "Ready").get("status") == "True" and not pod["metadata"].get("deletionTimestamp")
+    return _condition(pod, "Ready").get("status") == "True" and not is_over(pod)
 
 
 def is_running(pod: Pod) -> bool:
     """Its processes run, and it is not on its way out."""
-    return pod.get("status", {}).get("phase") == "Running" and not pod["metadata"].get("deletionTimestamp")
+    return pod.get("status", {}).get("phase") == "Running" and not is_over(pod)
 
 
 def _condition(pod: Pod, kind: str) -> Mapping[str, Any]:
@@ -63,25 +68,27 @@ def last_words(container: Mapping[str, Any]) -> str:
 
 
 def _ended(container: Mapping[str, Any]) -> Mapping[str, Any]:
-    return container.get("state", {}).get("terminated") or container.get("lastState", {}).get("terminated") or {}
+    """How it ended, until it has started again: from then on that is over. Until then it is why the pod does not serve, and the
+    same is said whether the kubelet waits or tries once more."""
+    state = container.get("state", {})
+    before = {} if "running" in state and container.get("started") else container.get("lastState", {})
+    return state.get("terminated") or before.get("terminated") or {}
 
 
 def pod_trouble(pod: Pod, now: str) -> tuple[str, str] | None:
-    """(reason of Ready, sentence) for a pod that cannot serve as things are; None where it serves or is on its way."""
-    if pod["metadata"].get("deletionTimestamp") or is_ready(pod):
+    """(reason of Ready, words) for a pod that cannot serve as things are; None where it serves, is on its way, or is over."""
+    if is_over(pod) or is_ready(pod):
         return None
-    name, scheduled = pod["metadata"]["name"], _condition(pod, "PodScheduled")
+    scheduled = _condition(pod, "PodScheduled")
     if scheduled.get("reason") == "Unschedulable":
         words = str(scheduled.get("message") or "no node fits")
-        return _said("VolumeNotReady" if "persistentvolumeclaim" in words.lower() else "Unschedulable", f"{name}: {words}")
-    for container in containers(pod):
-        if found := _container_trouble(container, _condition(pod, "Ready"), now):
-            return _said(found[0], f"{name}: {found[1]}")
-    return None
+        return "VolumeNotReady" if "persistentvolumeclaim" in words.lower() else "Unschedulable", words
+    found = (_container_trouble(container, _condition(pod, "Ready"), now) for container in containers(pod))
+    return next((trouble for trouble in found if trouble), None)
 
 
-def _said(reason: str, words: str) -> tuple[str, str]:
-    return reason, f"{words.rstrip('.')[:700]}; {ADVICE[reason]}"
+def _said(pod: Pod, reason: str, words: str) -> tuple[str, str]:
+    return reason, f"{pod['metadata']['name']}: {words.rstrip('.')[:700]}; {ADVICE[reason]}"
 
 
 def _container_trouble(container: Mapping[str, Any], ready: Mapping[str, Any], now: str) -> tuple[str, str] | None:
@@ -110,23 +117,23 @@ def _seconds(since: str, until: str) -> float:
 
 
 def troubles(pods: Iterable[Pod], now: str) -> list[tuple[str, str]]:
-    """Every pod's trouble, the most telling first."""
-    found = [t for pod in pods if (t := pod_trouble(pod, now))]
+    """Every pod's trouble in a sentence, the most telling first."""
+    found = [_said(pod, *t) for pod in pods if (t := pod_trouble(pod, now))]
     return sorted(found, key=lambda t: (_ORDER.index(t[0]), t[1]))
 
 
 def load_failure(pods: Iterable[Pod]) -> str | None:
     """Last words of a server that ended with status 2, which is how it says that what it was given cannot be loaded."""
-    for container in (c for pod in pods for c in containers(pod) if c["name"] == names.CONTAINER and not c.get("ready")):
-        for state in (container.get("state", {}), container.get("lastState", {})):
-            ended = state.get("terminated") or {}
-            if ended.get("exitCode") == 2:
-                return str((ended.get("message") or "the server ended with status 2").strip().splitlines()[-1])[:1000]
+    for container in (c for pod in pods if not is_over(pod) for c in containers(pod)):
+        ended = _ended(container)
+        if container["name"] == names.CONTAINER and not container.get("ready") and ended.get("exitCode") == 2:
+            return str((ended.get("message") or "the server ended with status 2").strip().splitlines()[-1])[:1000]
     return None
 
 
 def downloading(pods: Iterable[Pod]) -> bool:
     """Whether a pod fetches the model now."""
     return any(
-        c["name"] == names.DOWNLOADER and c.get("state", {}).get("running") for pod in pods for c in containers(pod)
+        c["name"] == names.DOWNLOADER and c.get("state", {}).get("running")
+        for pod in pods if not is_over(pod) for c in containers(pod)
     )

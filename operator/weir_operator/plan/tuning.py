@@ -198,7 +198,7 @@ def report(
     if effective:
         status["knobs"] = knobs_status(next(iter(effective.values())))
     if state.learned:
-        status["learned"] = [_learned_status(entry) for entry in state.learned]
+        status["learned"] = [rounded(_learned_status(entry)) for entry in state.learned]
     now = max((pod.polls[-1].at for pod in pods.values() if pod.polls), default=math.inf)
     under = sorted((name, p.ceiling) for name, p in state.pods.items() if p.ceiling is not None and now < p.ceiling_until)
     if under:

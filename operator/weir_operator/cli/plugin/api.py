@@ -17,8 +17,10 @@ import yaml
 from weir_operator.api import names
 from weir_operator.cli.local.api import socket_folder
 from weir_operator.io.kube import REQUEST_SECONDS, ApiError, ByPath, Kube, Unreachable, configuration, path
+from weir_operator.plan.pods import containers_of
 
-OPERATOR_SELECTOR = "app.kubernetes.io/name=weir,app.kubernetes.io/component=operator"
+OPERATOR_SELECTOR = "app.kubernetes.io/component=operator,app.kubernetes.io/part-of=weir"
+"""Labels that hold whatever a release is called."""
 READ_SECONDS = 10.0
 
 
@@ -50,7 +52,7 @@ class Api(Protocol):
     async def text(self, target: str) -> str:
         """The body of a GET that is no JSON: a log, metrics."""
 
-    async def explained(self, namespace: str, name: str) -> dict[str, Any]:
+    async def explained(self, raw: Mapping[str, Any]) -> dict[str, Any]:
         """What the tuner itself says of a resource. Its ApiError says why nobody can be asked."""
 
     async def close(self) -> None: ...
@@ -72,11 +74,14 @@ class Cluster(Kube):
             raise ApiError.of(answer.status, text)
         return text
 
-    async def explained(self, namespace: str, name: str) -> dict[str, Any]:
-        """From the operator's leader, through the API server's proxy to its pods."""
-        said = "no pod of the operator was found"
-        for pod in await self.list("Pod", None, OPERATOR_SELECTOR):
-            where = proxied(pod, "health", f"explain/{namespace}/{name}")
+    async def explained(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """From the operator's leader, through the API server's proxy to its pods: those where the status says that it is, so
+        that nobody needs rights elsewhere; without any there, those of every namespace."""
+        said, meta = "no pod of the operator was found", raw["metadata"]
+        named = str((raw.get("status") or {}).get("operator", "")).split("/")[0]
+        found = await self.list("Pod", named, OPERATOR_SELECTOR) if named else []
+        for pod in found or await self.list("Pod", None, OPERATOR_SELECTOR):
+            where = proxied(pod, "health", f"explain/{meta['namespace']}/{meta['name']}")
             try:
                 return dict(json.loads(await self.text(where)))
             except ApiError as e:
@@ -116,8 +121,8 @@ class LocalSocket(ByPath):
     async def text(self, target: str) -> str:
         return await self._send("GET", target)
 
-    async def explained(self, namespace: str, name: str) -> dict[str, Any]:
-        return await self.request("GET", f"/explain/{namespace}/{name}")
+    async def explained(self, raw: Mapping[str, Any]) -> dict[str, Any]:
+        return await self.request("GET", f"/explain/{raw['metadata']['namespace']}/{raw['metadata']['name']}")
 
     async def close(self) -> None:
         await self._session.close()
@@ -125,7 +130,7 @@ class LocalSocket(ByPath):
 
 def port_of(pod: Mapping[str, Any], name: str) -> int:
     """The number of a pod's named port. Raises ApiError where the pod names no such port."""
-    for container in pod["spec"].get("containers", ()):
+    for container in containers_of(pod["spec"]):
         for entry in container.get("ports") or ():
             if entry.get("name") == name:
                 return int(entry["containerPort"])

@@ -139,7 +139,7 @@ def explain(
 
     async def work(api: Api, raw: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, str]:
         try:
-            return raw, await api.explained(raw["metadata"]["namespace"], name), ""
+            return raw, await api.explained(raw), ""
         except (ApiError, Unreachable) as e:
             return raw, None, str(getattr(e, "message", e))
 
@@ -181,7 +181,7 @@ def advise(
     checked(output)
 
     async def work(api: Api, raw: dict[str, Any]) -> dict[str, Any]:
-        return await api.explained(raw["metadata"]["namespace"], name)
+        return await api.explained(raw)
 
     said = with_one(Where(namespace, context, local), name, work)
     sentences, manifest = advice(said["pods"])

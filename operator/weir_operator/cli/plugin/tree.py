@@ -13,9 +13,10 @@ from rich.tree import Tree
 from weir_operator.api import names
 from weir_operator.cli.plugin.api import Api
 from weir_operator.cli.plugin.texts import knobs_text, tuning_of
+from weir_operator.io.apply import utc_now
 from weir_operator.io.kube import ApiError
 from weir_operator.loops.store import CHILD_KINDS
-from weir_operator.plan.trouble import containers
+from weir_operator.plan.trouble import containers, is_over, is_ready, pod_trouble
 
 SHOWN_KINDS = (*CHILD_KINDS, *names.OPTIONAL_KINDS, "Pod")
 """Pods come after the Deployment that they hang from."""
@@ -66,35 +67,27 @@ def _child(kind: str, obj: Mapping[str, Any], told: Mapping[str, Mapping[str, An
 
 
 def _pod(pod: Mapping[str, Any], told: Mapping[str, Any]) -> Child:
-    status = pod.get("status") or {}
-    ready = any(c.get("type") == "Ready" and c.get("status") == "True" for c in status.get("conditions") or ())
-    parts = ["ready" if ready else _trouble(pod)]
-    if pod["metadata"].get("deletionTimestamp"):
-        parts = ["ends"]
-    if restarts := sum(c.get("restartCount", 0) for c in status.get("containerStatuses") or ()):
+    ready = is_ready(pod)
+    parts = ["ends" if pod["metadata"].get("deletionTimestamp") else "ready" if ready else _trouble(pod)]
+    if restarts := sum(c.get("restartCount", 0) for c in containers(pod)):
         parts.append(f"{restarts} restarts")
     if node := pod["spec"].get("nodeName"):
         parts.append(f"on {node}")
     if told.get("knobs"):
         parts.append(knobs_text(told["knobs"]))
         parts.append(told.get("outcome", "no decision yet"))
-    return Child("Pod", pod["metadata"]["name"], None if pod["metadata"].get("deletionTimestamp") else ready, " · ".join(parts))
+    return Child("Pod", pod["metadata"]["name"], None if is_over(pod) else ready, " · ".join(parts))
 
 
 def _trouble(pod: Mapping[str, Any]) -> str:
     """Why a pod is not ready, as its own status has it."""
+    if found := pod_trouble(pod, utc_now()):
+        return f"{found[0]}: {found[1]}"
     status = pod.get("status") or {}
-    for c in status.get("conditions") or ():
-        if c.get("type") == "PodScheduled" and c.get("status") == "False":
-            return str(c.get("message") or c.get("reason"))
-    for container in containers(pod):
-        waiting = container.get("state", {}).get("waiting") or {}
-        ended = container.get("lastState", {}).get("terminated") or container.get("state", {}).get("terminated") or {}
-        if waiting or (ended and not container.get("ready")):
-            words = str(ended.get("message") or waiting.get("message") or "").strip().splitlines()
-            reason = str(waiting.get("reason") or ended.get("reason") or "ended")
-            return f"{reason}: {words[-1]}" if words else reason
-    return f"not ready ({status.get('phase', 'unknown')})"
+    if status.get("message"):  # it was evicted, or its node was shut down
+        return f"{status.get('reason', status.get('phase'))}: {status['message']}"
+    waiting = (c.get("state", {}).get("waiting") or {} for c in containers(pod))
+    return f"not ready ({next((w['reason'] for w in waiting if w.get('reason')), status.get('phase', 'unknown'))})"
 
 
 def tree(raw: Mapping[str, Any], found: Sequence[Child]) -> Tree:

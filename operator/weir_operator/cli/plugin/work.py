@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, TextIO
 
 from weir_operator.api import names
@@ -20,6 +21,7 @@ from weir_operator.cli.plugin.edits import NothingToDo
 from weir_operator.cli.plugin.texts import duration
 from weir_operator.cli.plugin.top import pods_of
 from weir_operator.io.scrape import url_for
+from weir_operator.plan.pods import containers_of
 from weir_operator.plan.trouble import is_ready
 
 MOST_FORWARDED = 8
@@ -140,14 +142,15 @@ def _sizing(args: Sequence[str]) -> list[str]:
 
 
 def once(pod: str, template: Mapping[str, Any], asked: Sequence[str]) -> list[str]:
-    """kubectl's words for a pod that runs `size` with the template's image, mounts and limits, and is deleted after it.
-    Without the template's labels: no Service must find it, and no operator."""
+    """kubectl's words for a pod that runs `size` with the template's image, mounts and limits, and is deleted after it: after
+    what starts before the server. Without the template's labels: no Service must find it, and no operator."""
     spec = dict(template["spec"])
-    server = next(c for c in spec["containers"] if c["name"] == names.CONTAINER)
-    probes = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports")
-    container = {k: v for k, v in server.items() if k not in probes}
+    server = next(c for c in containers_of(spec) if c["name"] == names.CONTAINER)
+    before = takewhile(lambda c: c["name"] != names.CONTAINER, spec.get("initContainers") or ())
+    serving = ("startupProbe", "readinessProbe", "livenessProbe", "lifecycle", "ports", "restartPolicy")
+    container = {k: v for k, v in server.items() if k not in serving}
     container["args"] = [*_sizing(server["args"]), *asked]
-    spec |= {"containers": [container], "restartPolicy": "Never"}
+    spec |= {"initContainers": list(before), "containers": [container], "restartPolicy": "Never"}
     overrides = {"apiVersion": "v1", "spec": spec}
     return [
         "run", pod, f"--image={server['image']}", "--restart=Never", "--rm", "--attach",
