@@ -9,7 +9,7 @@ import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import kopf
 import pytest
@@ -17,6 +17,7 @@ from kubernetes.aio.client import Configuration
 
 from weir_operator.handlers import watches
 from weir_operator.loops.queue import WorkQueue
+from weir_operator.loops.resync import Resync
 from weir_operator.loops.store import Store
 
 Part = Callable[[], Awaitable[None]]
@@ -71,7 +72,7 @@ def watched(times: int) -> None:
     async def watching() -> None:
         nonlocal enough
         enough, stop, queue = asyncio.Event(), asyncio.Event(), WorkQueue(lambda _key: asyncio.sleep(0, 0.0))
-        task = asyncio.create_task(watches.watch(Configuration(), served, Store(), queue, ["ns"], lambda: None, stop))
+        task = asyncio.create_task(watches.watch(Configuration(), served, Store(), queue, Resync(cast(Any, None), queue, ["ns"]), stop))
         await asyncio.wait_for(enough.wait(), 20)
         stop.set()
         await asyncio.wait_for(task, 5)
