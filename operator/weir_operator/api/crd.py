@@ -110,7 +110,7 @@ def _status_schema() -> dict[str, Any]:
             "selector": {"type": "string", "description": "Label selector of the pods, for the scale subresource."},
             "url": {"type": "string", "description": "Where clients inside the cluster send requests."},
             "model": {"type": "string", "description": "The id under /v1/models."},
-            "operator": {"type": "string", "description": "The operator that serves it, by the namespace of its Lease."},
+            "operator": _described({"type": "string"}, "The operator that serves it: its Lease's NAMESPACE or NAMESPACE/NAME."),
             "conditions": {
                 "type": "array", "description": "The present state, aspect by aspect.", "items": _CONDITION,
                 "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"],
