@@ -221,7 +221,9 @@ def test_overlays_and_the_plain_file_are_accepted_by_the_api_server(cluster: Clu
 
 
 def test_the_operators_of_overlays_and_chart_can_be_told_from_their_labels(cluster: Cluster) -> None:
-    """A NetworkPolicy of a server lets in what carries this label, whichever way it was installed."""
+    """A NetworkPolicy of a server lets in what carries the first, the plugin asks what carries both, whichever way it was
+    installed."""
     text = (ROOT / "dist/install.yaml").read_text()
     pods = [m["spec"]["template"]["metadata"]["labels"] for m in yaml.safe_load_all(text) if m["kind"] == "Deployment"]
-    assert [labels["app.kubernetes.io/component"] for labels in pods] == ["operator"]
+    found = [(labels["app.kubernetes.io/component"], labels["app.kubernetes.io/part-of"]) for labels in pods]
+    assert found == [("operator", "weir")]
