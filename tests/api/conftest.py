@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import openai
 import pytest
 from serving import Server, wait_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,10 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from serving import kill
+from fetch_kit import serving
+from serving import MODEL, kill
+
+from weir_server.model.files import resolve
 
 pytestmark = pytest.mark.model
 ROOT = Path(__file__).resolve().parents[2]
@@ -128,8 +131,9 @@ def test_a_killed_server_is_started_again_and_a_killed_operator_leaves_none(loca
 
 
 MISTAKES = [
-    ({"model": {"source": "file:///nowhere/m.gguf"}}, (), "/nowhere/m.gguf"),
-    ({"model": {"source": "pvc://claim/m.gguf"}}, (), "needs a cluster"),
+    ({"model": {"source": "file:///nowhere/m.gguf"}}, ("--tick-seconds=60",), "/nowhere/m.gguf"),
+    ({"model": {"source": "pvc://claim/m.gguf"}}, (), "smollm2: spec.model.source: a pvc:// source needs a cluster"),
+    ({"model": {"source": "oci://registry/model:1"}}, (), "smollm2: spec.model.source: a oci:// source needs a cluster"),
     ({"modell": 1}, (), "spec.modell: unknown field"),
     ({}, ("--mode=Off",), "spec.tuning.mode"),
     ({}, ("--poll-seconds=9",), "--poll-seconds 9 must not exceed"),
@@ -152,3 +156,44 @@ def test_a_port_in_use_is_one_line(local: Any) -> None:
         run = local(f"--port={taken.getsockname()[1]}")
         assert run.process.wait(60) == 2
     assert "is in use" in run.log.read_text()
+
+
+HUB_MODEL = {"source": "hf://acme/tiny@v1/m.gguf", "secretRef": {"name": "hub"}}
+
+
+def test_a_model_of_a_hub_is_downloaded_once_and_served_under_the_same_name(
+    local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The manifest that a cluster would get, its Secret aside: the token comes from the environment."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving({"m.gguf": resolve(MODEL).read_bytes()}) as hub:
+        hub.token = "hf_secret"
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        run = local(model=HUB_MODEL, replicas=2)
+        server = run.ready()
+        with urllib.request.urlopen(f"{server['url']}/v1/models", timeout=10) as answer:
+            assert json.load(answer)["data"][0]["id"] == "m"
+        said, sent = run.log.read_text(), hub.sent
+        assert "Secret hub is not here" in said and "1 file, " in said
+        assert run.status["spec"]["model"]["source"] == HUB_MODEL["source"]
+        run.process.send_signal(signal.SIGTERM)
+        assert run.process.wait(40) == 0
+    run = local(model=HUB_MODEL)  # the Hub is gone
+    run.ready()
+    assert hub.sent == sent
+
+
+@pytest.mark.parametrize(("source", "words"), [
+    ("hf://acme/none/m.gguf", "has no repository acme/none"), ("hf://acme/tiny/x.gguf", "has no file 'x.gguf'"),
+])
+def test_a_download_that_cannot_be_is_one_line(
+    local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, words: str,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with serving({"m.gguf": b"x"}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        run = local(model={"source": source})
+        assert run.process.wait(60) == 2
+    said = run.log.read_text().strip()
+    assert words in said and said.startswith("weir-operator: ") and len(said.splitlines()) == 1, said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 import yaml
 from chart_kit import CHART, HELMS, ROOT, call, generate, kinds, one
 from chart_kit import render as rendered
+
+from weir_operator.api.quantity import parse_bytes
 
 pytestmark = pytest.mark.chart
 Helm = Callable[..., subprocess.CompletedProcess[str]]
@@ -109,6 +112,8 @@ def test_two_releases_share_no_cluster_wide_object(helm: Helm) -> None:
     ("metrics.serviceMonitor.enabled=true,metrics.podMonitor.enabled=true", "choose one"),
     ("serviceAccount.create=false", "the namespace's default ServiceAccount"),
     ("watch.namespaces={a},test.namespace=b", "nobody would serve the test"),
+    ("commonLabels.app\\.kubernetes\\.io/part-of=x", "commonLabels must not have app.kubernetes.io/part-of"),
+    ("podLabels.app\\.kubernetes\\.io/name=x", "podLabels must not have app.kubernetes.io/name"),
 ])
 def test_a_wrong_value_is_refused_by_name(helm: Helm, setting: str, words: str) -> None:
     done = helm("template", "weir", str(CHART), "--kube-version=1.36.0", f"--set={setting}", check=False)
@@ -194,6 +199,44 @@ def test_every_value_has_a_comment() -> None:
     assert {s for s in silent if not any(t.startswith(s + ".") for t in told)} == set()
 
 
+# ------------------------------------------------------------------------------------------------ what the chart says of itself
+
+
+def said() -> dict[str, Any]:
+    """Chart.yaml with its annotations read."""
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    return {**chart, **{k.removeprefix("artifacthub.io/"): yaml.safe_load(v) for k, v in chart["annotations"].items()}}
+
+
+def test_the_chart_says_of_itself_what_is_so() -> None:
+    from weir_operator.plan.plan import parse
+
+    chart, values = said(), yaml.safe_load((CHART / "values.yaml").read_text())
+    with (ROOT / "pyproject.toml").open("rb") as f:
+        project = tomllib.load(f)["project"]
+    assert (chart["appVersion"], chart["license"]) == (project["version"], project["license"])
+    image = f"{values['image']['repository']}:{values['image']['tag']}"
+    assert [i["image"] for i in chart["images"]] == [image, values["serverImage"], values["test"]["serverImage"]]
+    crd = yaml.safe_load((ROOT / "crds/weir.dev_inferencedeployments.yaml").read_text())
+    [known] = chart["crds"]
+    assert (known["kind"], known["name"]) == (crd["spec"]["names"]["kind"], crd["metadata"]["name"])
+    assert known["version"] in {v["name"] for v in crd["spec"]["versions"] if v["served"]}
+    for example in chart["crdsExamples"]:
+        assert parse(example).spec.model.source
+    assert {change["kind"] for change in chart["changes"]} <= {"added", "changed", "deprecated", "removed", "fixed", "security"}
+    assert chart["category"] == "ai-machine-learning"  # as Artifact Hub spells it
+
+
+def test_the_default_memory_holds_what_it_is_said_to_hold() -> None:
+    """A thousand resources with a busy pod each: what the last run took at most, and the readings that it did not have yet."""
+    figures = json.loads((ROOT / "benchmarks/results/scale.json").read_text())["figures"]
+    told = (ROOT / "docs/decisions/160-readings-are-held-in-common.md").read_text()
+    [readings] = re.findall(r"so 40 MB and (\d+) MB for a thousand", told)
+    assert figures["resources"] == 1000
+    limit = yaml.safe_load((CHART / "values.yaml").read_text())["resources"]["limits"]["memory"]
+    assert parse_bytes(limit) >= max(figures["still_rss_bytes"], figures["takeover_rss_bytes"]) + int(readings) * 10**6
+
+
 # ------------------------------------------------------------------------------------------------ what the toggles do
 
 
@@ -216,6 +259,29 @@ def test_the_selector_stays_the_same_when_labels_and_versions_change(render: Any
     """A Deployment's selector cannot be changed: an upgrade would be refused."""
     plain, more = (one(render(*args), "Deployment")["spec"]["selector"] for args in ((), ("--set=commonLabels.team=a",)))
     assert plain == more and "app.kubernetes.io/version" not in plain["matchLabels"]
+
+
+def test_the_operator_is_found_by_the_same_labels_whatever_it_is_called(render: Any) -> None:
+    found = {"app.kubernetes.io/component": "operator", "app.kubernetes.io/part-of": "weir"}
+    for args in ((), ("--set=nameOverride=river,fullnameOverride=dam",)):
+        deployment = one(render(*args), "Deployment")
+        for meta in (deployment["metadata"], deployment["spec"]["template"]["metadata"]):
+            assert meta["labels"].items() >= found.items()
+        assert "app.kubernetes.io/part-of" not in deployment["spec"]["selector"]["matchLabels"], "it cannot be changed later"
+
+
+def test_releases_in_one_namespace_have_a_lease_each_and_the_right_to_no_other(helm: Helm) -> None:
+    leases = {}
+    for release in ("weir", "llm"):
+        text = helm("template", release, str(CHART), "-n", "a", "--kube-version=1.36.0", "--set=watch.namespaces={b}").stdout
+        manifests = [m for m in yaml.safe_load_all(text) if m]
+        [container] = one(manifests, "Deployment")["spec"]["template"]["spec"]["containers"]
+        [arg] = [a for a in container["args"] if "lease-name" in a]
+        rules = [r for m in manifests if m["kind"] == "Role" for r in m["rules"] if "leases" in r["resources"]]
+        [named] = [r for r in rules if r["verbs"] != ["create"]]
+        assert named["resourceNames"] == [arg.partition("=")[2]]
+        leases[release] = named["resourceNames"][0]
+    assert leases == {"weir": "weir-operator", "llm": "llm-weir-operator"}
 
 
 def test_common_labels_are_on_everything_but_the_definition(render: Any) -> None:

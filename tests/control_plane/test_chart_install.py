@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from control_plane_kit import ASSETS, ROOT, Cluster, resource, wait
+from control_plane_kit import ASSETS, ROOT, Cluster, Operator, condition, resource, token_of, wait
 from test_rights import another
 
 CHART = ROOT / "charts/weir"
@@ -108,6 +108,31 @@ def test_a_second_release_is_warned_that_two_would_steer_the_same_pods(cluster: 
     helm("uninstall", "weir", "-n", two)
 
 
+def test_two_releases_in_one_namespace_serve_a_team_each(cluster: Cluster, helm: Helm) -> None:
+    """With the arguments and the rights that the chart gives to each."""
+    own, running = another(cluster), []
+    teams = {"weir": another(cluster), "llm": another(cluster)}
+    for release, team in teams.items():
+        helm("install", release, str(CHART), "-n", own, "--set=crds.install=false", f"--set=watch.namespaces={{{team}}}")
+        cluster.apply(resource(), team)
+        name = "weir" if release == "weir" else "llm-weir"
+        pod = cluster.get("deployment", name, own)["spec"]["template"]["spec"]
+        args = [a for a in pod["containers"][0]["args"] if a.startswith(("--namespace=", "--lease-name="))]
+        config = cluster.token_config(token_of(cluster, own, pod["serviceAccountName"]), f"{release}-{own}")
+        running.append(Operator(cluster, own, release, config).start(*args, scope=False))
+    for team in teams.values():
+        wait(lambda: condition(cluster, team, "Ready").get("reason"), 30, "it is served")  # noqa: B023
+    assert [o.metric("weir_operator_leader") for o in running] == [1, 1]
+    assert cluster.get("infd", "chat", teams["weir"])["status"]["operator"] == own  # as `weir-operator run` has it by itself
+    assert cluster.get("infd", "chat", teams["llm"])["status"]["operator"] == f"{own}/llm-weir-operator"
+    for operator in running:
+        assert operator.stop() == 0
+        assert "forbidden" not in operator.log.lower()
+    for release, team in teams.items():
+        helm("uninstall", release, "-n", own)
+        cluster.kubectl("delete", "infd", "--all", "-n", team)
+
+
 @pytest.mark.parametrize("phase", ["Succeeded", "Failed"])
 def test_helm_test_makes_a_resource_then_asks_and_clears_up(cluster: Cluster, helm: Helm, phase: str) -> None:
     """There is no node: the test says how the pod ended. What the pod does: tests/chart/test_completion_script.py."""
@@ -196,7 +221,9 @@ def test_overlays_and_the_plain_file_are_accepted_by_the_api_server(cluster: Clu
 
 
 def test_the_operators_of_overlays_and_chart_can_be_told_from_their_labels(cluster: Cluster) -> None:
-    """A NetworkPolicy of a server lets in what carries this label, whichever way it was installed."""
+    """A NetworkPolicy of a server lets in what carries the first, the plugin asks what carries both, whichever way it was
+    installed."""
     text = (ROOT / "dist/install.yaml").read_text()
     pods = [m["spec"]["template"]["metadata"]["labels"] for m in yaml.safe_load_all(text) if m["kind"] == "Deployment"]
-    assert [labels["app.kubernetes.io/component"] for labels in pods] == ["operator"]
+    found = [(labels["app.kubernetes.io/component"], labels["app.kubernetes.io/part-of"]) for labels in pods]
+    assert found == [("operator", "weir")]

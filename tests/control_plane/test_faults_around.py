@@ -47,6 +47,11 @@ def token(cluster: Cluster, namespace: str) -> str:
     return decoded(listed[0], "token")
 
 
+def rotate(cluster: Cluster, namespace: str) -> None:
+    key = json.dumps({"stringData": {"key": uuid.uuid4().hex}})
+    cluster.kubectl("patch", "secret", "weir-operator-key", "-n", namespace, "--type=merge", "-p", key)
+
+
 async def control_port(fake_server: Any, address: str, bearer: str) -> Any:
     try:
         return await fake_server(address, CONTROL_PORT, bearer)
@@ -137,23 +142,24 @@ def test_a_node_that_falls_silent_takes_its_pod_with_it_and_gives_it_back(cluste
     assert "Traceback" not in operator.log
 
 
-async def test_a_key_that_is_changed_reaches_the_pods_with_the_next_start(
+async def test_a_key_that_is_changed_reaches_the_pods_when_the_lease_changes_hands(
     cluster: Cluster, namespace: str, fake_server: Any,
 ) -> None:
-    """Pods' tokens follow from the key. Until a pod's volume has the new one it refuses, and that is said; its knobs stay."""
+    """Pods' tokens follow from the key. Until a pod's volume has the new one it refuses, and that is said; its knobs stay. The
+    replica that stands by began with the old key, the one that led wrote Secrets from it: neither keeps it."""
     address = loopback()
-    first = await until(Operator(cluster, namespace).start, "--tick-seconds=4", "--poll-seconds=1")
+    first = await until(Operator(cluster, namespace, "first").start, "--tick-seconds=4", "--poll-seconds=1")
     await until(cluster.apply, resource(), namespace)
     await until(settled, cluster, first, namespace)
+    second = await until(Operator(cluster, namespace, "second").start, "--tick-seconds=4", "--poll-seconds=1")
+    await until(wait, lambda: second.metric("weir_operator_leader") == 0, 30, "the second stands by")
     old = await until(token, cluster, namespace)
     server = await control_port(fake_server, address, old)
     await until(make_ready, cluster, namespace, address)
     await until(wait, lambda: server.puts, 30, "it is steered")
-    key = json.dumps({"stringData": {"key": uuid.uuid4().hex}})
-    await until(cluster.kubectl, "patch", "secret", "weir-operator-key", "-n", namespace, "--type=merge", "-p", key)
-    assert await until(first.stop) == 0
-    second = await until(Operator(cluster, namespace, "second").start, "--tick-seconds=4", "--poll-seconds=1")
-    await until(wait, lambda: token(cluster, namespace) != old, 30, "the pods' Secret follows")
+    await until(rotate, cluster, namespace)
+    await until(cluster.kubectl, "delete", "lease", "weir-operator", "-n", namespace)
+    await until(wait, lambda: token(cluster, namespace) != old, 30, "the pods' Secret follows whoever leads then")
     silent = lambda: condition(cluster, namespace, "MetricsAvailable")  # noqa: E731
     await until(wait, lambda: silent().get("status") == "False" and "401" in silent()["message"], 60, "it is said")
     target, server.token = server.board.target, await until(token, cluster, namespace)  # the kubelet has renewed the volume
@@ -161,8 +167,30 @@ async def test_a_key_that_is_changed_reaches_the_pods_with_the_next_start(
     assert server.board.target == target
     deployment = await until(cluster.get, "deployment", "chat", namespace)
     assert deployment["metadata"]["annotations"]["deployment.kubernetes.io/revision"] == "1", "no pod was restarted for it"
-    assert await until(second.stop) == 0
+
+    leads, stands_by = sorted((first, second), key=lambda o: -o.metric("weir_operator_leader"))
+    old = await until(token, cluster, namespace)
+    await until(rotate, cluster, namespace)
+    assert await until(leads.stop) == 0  # the other has the key of before in its memory
+    await until(wait, lambda: token(cluster, namespace) != old, 30, "the pods' Secret follows")
+    assert await until(stands_by.stop) == 0
     assert "Traceback" not in first.log + second.log
+
+
+@pytest.mark.parametrize("when", ["at its start", "when it takes over"])
+def test_a_key_that_is_none_ends_the_operator_with_a_sentence(cluster: Cluster, namespace: str, when: str) -> None:
+    said = f"Secret {namespace}/weir-operator-key has no data.key: put one there, or delete it to get another"
+    operator = Operator(cluster, namespace)
+    if when == "when it takes over":
+        operator.start()
+        wait(lambda: operator.metric("weir_operator_leader") == 1, why="it leads")
+        cluster.kubectl("patch", "secret", "weir-operator-key", "-n", namespace, "--type=merge", "-p", '{"data":{"key":null}}')
+        cluster.kubectl("delete", "lease", "weir-operator", "-n", namespace)
+    else:
+        cluster.kubectl("create", "secret", "generic", "weir-operator-key", "-n", namespace, "--from-literal=token=x")
+        operator.start()
+    assert operator.process and operator.process.wait(60) == 2
+    assert operator.log.strip().splitlines()[-1] == f"weir-operator: {said}" and "Traceback" not in operator.log
 
 
 def test_a_manager_who_forces_its_value_on_a_field_of_ours_is_answered_at_a_pace(cluster: Cluster, namespace: str) -> None:

@@ -233,7 +233,7 @@ async def test_what_is_taken_over_is_what_is_there_not_what_watches_last_told(
         async def told_of_the_resource_alone() -> int | None:
             """What the tuner goes by then."""
             made.store.put(names.KIND, await run(cluster.get, "infd", "chat", namespace))
-            [subject] = Subjects(made.store, b"key", lambda _: True)()
+            [subject] = Subjects(made.store, str, lambda _: True)()
             return subject.replicas
 
         async def passes() -> None:

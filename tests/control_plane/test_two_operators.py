@@ -1,5 +1,6 @@
 """Two operators that serve one namespace, each with a Lease and a key of its own: as two releases of the chart with namespaces
-in common, or one that is run by hand. Each resource has one of them, the other leaves it alone, and who is gone is followed."""
+in common, or one that is run by hand; or two of one namespace with one key and a Lease each. Each resource has one of them, the
+other leaves it alone, and who is gone is followed."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ import json
 import signal
 import time
 
-from control_plane_kit import Cluster, Operator, acted, child, condition, edit, resource, settled, wait
+import pytest
+from control_plane_kit import Cluster, Operator, acted, child, condition, decoded, edit, resource, settled, wait
 from test_rights import another
 
 
-def beside(cluster: Cluster, namespace: str, name: str) -> Operator:
+def beside(cluster: Cluster, namespace: str, name: str, own: str = "", *args: str) -> Operator:
     """One from another namespace that serves this one."""
-    made = Operator(cluster, another(cluster), name)
-    return made.start(f"--namespace={namespace}", "--poll-seconds=1", "--tick-seconds=4", scope=False)
+    made = Operator(cluster, own or another(cluster), name)
+    return made.start(f"--namespace={namespace}", "--poll-seconds=1", "--tick-seconds=4", *args, scope=False)
 
 
 def holder(cluster: Cluster, namespace: str, name: str = "chat") -> str:
@@ -34,7 +36,10 @@ def versions(cluster: Cluster, namespace: str) -> dict[str, str]:
                                                              "resourceVersion"] for o in listed}
 
 
-def test_of_two_operators_one_serves_a_resource_and_says_that_there_is_another(cluster: Cluster, namespace: str) -> None:
+@pytest.mark.parametrize("together", [False, True], ids=["in two namespaces", "in one namespace"])
+def test_of_two_operators_one_serves_a_resource_and_says_that_there_is_another(
+    cluster: Cluster, namespace: str, together: bool,
+) -> None:
     first = beside(cluster, namespace, "first")
     cluster.apply(resource(), namespace)
     settled(cluster, first, namespace)
@@ -42,9 +47,10 @@ def test_of_two_operators_one_serves_a_resource_and_says_that_there_is_another(c
     assert holder(cluster, namespace) == first.namespace == let_in(cluster, namespace)
     made = versions(cluster, namespace)
 
-    second = beside(cluster, namespace, "second")
+    second = beside(cluster, namespace, "second", *([first.namespace, "--lease-name=second"] if together else []))
+    known = f"{second.namespace}/second" if together else second.namespace
     said = wait(lambda: (c := condition(cluster, namespace, "Contested")).get("status") == "True" and c, 30, "it asks, in vain")
-    assert said["reason"] == "OtherOperator" and second.namespace in said["message"]
+    assert said["reason"] == "OtherOperator" and f" {known} " in said["message"]
     wait(lambda: holder(cluster, namespace) == first.namespace and "is left to the operator" in second.log, 30)
     for operator in (first, second):
         cluster.quiet(operator, namespace)
@@ -62,7 +68,7 @@ def test_of_two_operators_one_serves_a_resource_and_says_that_there_is_another(c
     assert len(ours) == 1, "one change, one write"
     new = holder(cluster, namespace, "new")
     policy = cluster.get("networkpolicy", "new", namespace)
-    assert new in (first.namespace, second.namespace) and new in json.dumps(policy["spec"])
+    assert new in (first.namespace, known) and new.partition("/")[0] in json.dumps(policy["spec"])
     of_new = [w["objectRef"]["resource"] for w in written if w["objectRef"]["name"].startswith("new")]
     print(f"a new resource cost {len(of_new)} writes of two operators: {of_new}")
     assert of_new.count("networkpolicies") == of_new.count("deployments") == 1, "one made it"
@@ -90,3 +96,27 @@ def test_an_operator_that_is_gone_is_followed_by_one_of_another_namespace(cluste
     assert revision == "1", "no pod restarts for it"
     assert second.stop() == 0
     assert "Traceback" not in second.log
+
+
+def test_two_operators_of_one_namespace_lead_each_for_its_own(cluster: Cluster, namespace: str) -> None:
+    """As two releases in one namespace, each with a team to serve: neither stands by for the other."""
+    other, own = another(cluster), another(cluster)
+    first = beside(cluster, namespace, "first", own)
+    second = beside(cluster, other, "second", own, "--lease-name=second")
+    for served, operator, known in ((namespace, first, own), (other, second, f"{own}/second")):
+        cluster.apply(resource(), served)
+        settled(cluster, operator, served)
+        assert holder(cluster, served) == known and let_in(cluster, served) == own
+        assert condition(cluster, served, "Contested")["status"] == "False"
+    assert first.metric("weir_operator_leader") == second.metric("weir_operator_leader") == 1
+    key = cluster.get("secret", "weir-operator-key", own)
+    first.stop(signal.SIGKILL)
+    third = beside(cluster, namespace, "third", own)  # the first's next process
+    edit(cluster, namespace, 7)
+    wait(lambda: acted(cluster, namespace, 7), 60, "it takes over from the first and from nobody else")
+    assert second.metric("weir_operator_leader") == 1
+    assert decoded(cluster.get("secret", "weir-operator-key", own), "key") == decoded(key, "key"), "one key, made once"
+    for operator in (second, third):
+        assert operator.stop() == 0
+        assert "Traceback" not in operator.log
+    cluster.kubectl("delete", "infd", "--all", "-n", other)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import subprocess
 import sys
@@ -210,8 +211,9 @@ def test_the_command_ends_with_2_and_its_sentence(shelf: Shelf, tmp_path: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.strip().splitlines()[-1].startswith("weir-server: ") and "Traceback" not in done.stderr
-    command[4] = "hf://acme/tiny"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    command[4:] = ["hf://acme/tiny", f"--to={tmp_path}/m"]  # the Hub by the variable that everything for Hubs has
+    env = {**os.environ, "HF_ENDPOINT": shelf.url}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "m" / "config.json").exists()
 

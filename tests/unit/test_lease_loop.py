@@ -48,11 +48,19 @@ class Server:
 class Bench:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.server, self.led = 1000.0, Server(), []
+        self.prepared: list[str] = []
+        self.unfit: Exception | None = None
         monkeypatch.setattr(module, "clock", lambda: self.now)
 
     def replica(self, name: str) -> LeaseLoop:
         server: Any = self.server
-        return LeaseLoop(server, server, "ns", name, lambda: self.led.append(name))
+
+        async def prepare() -> None:
+            self.prepared.append(name)
+            if self.unfit:
+                raise self.unfit
+
+        return LeaseLoop(server, server, "ns", "weir-operator", name, prepare, lambda: self.led.append(name))
 
 
 @pytest.fixture
@@ -81,6 +89,33 @@ async def test_the_hold_ends_before_another_may_take_it(bench: Bench) -> None:
     await turn(a)
     assert not a.held()
     assert bench.led == ["a", "b"]
+
+
+async def test_what_a_leader_needs_is_got_before_each_time_as_leader_and_not_at_renewals(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    for loop in (a, b, a):
+        await turn(loop)
+    assert bench.prepared == bench.led == ["a"]
+    bench.server.lease = None  # somebody deleted it
+    await turn(a)
+    await a._give_back()
+    await turn(b)
+    bench.now += 100  # b slept through its own lease and nobody took it
+    await turn(b)
+    assert bench.prepared == ["a", "a", "b", "b"] and bench.led[-2:] == ["b", "b"]
+
+
+async def test_who_cannot_lead_takes_no_lease(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    bench.unfit = ApiError(403, "Forbidden", "no")
+    await turn(a)
+    assert bench.server.lease is None
+    bench.unfit = None
+    await turn(b)
+    await b._give_back()
+    bench.unfit, free = ApiError(403, "Forbidden", "no"), bench.server.lease
+    await turn(a)
+    assert bench.server.lease == free and not a.held()
 
 
 async def test_a_renewed_lease_is_not_taken(bench: Bench) -> None:

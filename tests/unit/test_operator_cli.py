@@ -88,6 +88,13 @@ def test_control_ports_stay_on_loopback(tmp_path: Path) -> None:
     assert server.control_url.startswith("http://127.0.0.1:")
 
 
+@pytest.mark.parametrize("name", ["", "Weir", "-a", "a/b"])
+def test_a_lease_name_that_no_object_can_have_is_one_line(name: str) -> None:
+    status, said = invoke("run", f"--lease-name={name}")
+    assert status == 2 and len(said.strip().splitlines()) == 1
+    assert f"--lease-name {name!r}: must be of a-z" in said
+
+
 def test_a_missing_file_is_named() -> None:
     assert invoke("plan", "/nowhere.yaml") == (2, "weir-operator: cannot read /nowhere.yaml: No such file or directory\n")
 

@@ -97,8 +97,8 @@ def test_a_pod_is_a_subject_from_when_it_runs_until_it_ends() -> None:
         pod("f", ownerReferences=[]),
     ):
         store.put("Pod", made)
-    assert not list(Subjects(store, b"key", lambda _: False)()), "another operator's"
-    [subject] = Subjects(store, b"key", lambda key: key == "ns/chat")()
+    assert not list(Subjects(store, str, lambda _: False)()), "another operator's"
+    [subject] = Subjects(store, str, lambda key: key == "ns/chat")()
     assert [(e.name, e.ready) for e in subject.endpoints] == [("a", True), ("b", False)]
 
 

@@ -72,7 +72,8 @@ def watched(times: int) -> None:
     async def watching() -> None:
         nonlocal enough
         enough, stop, queue = asyncio.Event(), asyncio.Event(), WorkQueue(lambda _key: asyncio.sleep(0, 0.0))
-        task = asyncio.create_task(watches.watch(Configuration(), served, Store(), queue, Resync(cast(Any, None), queue, ["ns"]), stop))
+        resync = Resync(cast(Any, None), queue, ["ns"])
+        task = asyncio.create_task(watches.watch(Configuration(), served, Store(), queue, resync, stop))
         await asyncio.wait_for(enough.wait(), 20)
         stop.set()
         await asyncio.wait_for(task, 5)

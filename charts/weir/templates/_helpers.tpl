@@ -18,6 +18,11 @@
 {{- printf "%s-%s" .Release.Namespace (include "weir.fullname" .) -}}
 {{- end -}}
 
+{{- /* Of this release alone; with the usual names the one that `weir-operator run` has by itself. */ -}}
+{{- define "weir.lease" -}}
+{{- printf "%s-operator" (include "weir.fullname" .) -}}
+{{- end -}}
+
 {{- define "weir.serviceaccount" -}}
 {{- .Values.serviceAccount.name | default (ternary (include "weir.fullname" .) "default" .Values.serviceAccount.create) -}}
 {{- end -}}
@@ -28,8 +33,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
+{{- /* part-of is fixed: whoever looks for the operator finds it by this and its component, whatever it was named. */ -}}
 {{- define "weir.labels" -}}
 {{ include "weir.selector" . }}
+app.kubernetes.io/part-of: weir
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}

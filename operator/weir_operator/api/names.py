@@ -12,6 +12,8 @@ SHORT_NAMES = ("infd", "idep")
 CRD_NAME = f"{PLURAL}.{GROUP}"
 
 FIELD_MANAGER = "weir-operator"
+LEASE_NAME = "weir-operator"
+"""Unless told otherwise. All processes that share a Lease are one operator: two in one namespace need one each."""
 MANAGED_LABEL = f"{GROUP}/managed"
 MANAGED_SELECTOR = f"{MANAGED_LABEL}=true"
 OWNER_LABEL = f"{GROUP}/name"

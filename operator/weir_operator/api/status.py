@@ -127,7 +127,7 @@ def schema() -> dict[str, Any]:
             "selector": _text("Label selector of the pods, for the scale subresource."),
             "url": _text("Where clients inside the cluster send requests."),
             "model": _text("The id under /v1/models."),
-            "operator": _text("The operator that serves it, by the namespace of its Lease."),
+            "operator": _text("The operator that serves it: its Lease's NAMESPACE or NAMESPACE/NAME."),
             "conditions": {
                 "type": "array", "description": "The present state, aspect by aspect.", "items": _CONDITION,
                 "x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
+from weir_operator.api import names
+from weir_operator.api.scalars import NAME_PATTERN
 from weir_operator.loops.tuner import TunerSettings
 from weir_operator.tuner.replicas import LEAST_TICK
 
@@ -61,6 +64,10 @@ def run(
     namespace: Annotated[list[str] | None, typer.Option(
         "--namespace", "-n", envvar="WEIR_NAMESPACE", help="Serve only this namespace; repeatable. Default: all of them.",
     )] = None,
+    lease_name: Annotated[str, typer.Option(
+        "--lease-name", envvar="WEIR_LEASE_NAME",
+        help="The Lease by which replicas share out the work: one for each operator in a namespace.",
+    )] = names.LEASE_NAME,
     server_image: Annotated[str, typer.Option(
         "--server-image", envvar="WEIR_SERVER_IMAGE", help="Image of the servers where a resource names none.",
     )] = "localhost/weir-server:dev",
@@ -80,8 +87,10 @@ def run(
     from weir_operator.cli.run import run_operator
 
     settings = settings_of(tick_seconds, poll_seconds, lease_seconds, replica_tick_seconds)
+    if not re.fullmatch(NAME_PATTERN, lease_name):
+        fail(f"--lease-name {lease_name!r}: must be of a-z, 0-9, '-' and '.', and begin and end with a letter or a digit")
     namespaces = tuple(namespace or ())
-    raise typer.Exit(run_operator(namespaces, server_image, health_port, settings, log_format, decision_log, fail))
+    raise typer.Exit(run_operator(namespaces, lease_name, server_image, health_port, settings, log_format, decision_log, fail))
 
 
 @app.command()

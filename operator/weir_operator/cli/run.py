@@ -12,6 +12,7 @@ from typing import NoReturn
 from weir_operator.api import names
 from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
+from weir_operator.io.apply import KeyUnusable
 from weir_operator.io.kube import ApiError, Kube, Unreachable, configuration
 from weir_operator.io.logs import setup
 from weir_operator.loops.operator import Heard, OperatorSettings, own_namespace, run
@@ -24,16 +25,16 @@ log = logging.getLogger(__name__)
 
 
 def run_operator(
-    namespaces: tuple[str, ...], server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
+    namespaces: tuple[str, ...], lease_name: str, server_image: str, health_port: int, tuner: TunerSettings, log_format: str,
     decision_log: Path | None, fail: Callable[[str], NoReturn],
 ) -> int:
     """Until SIGTERM or SIGINT. Returns the exit status."""
     setup(log_format)
-    settings = OperatorSettings(server_image, namespaces, own_namespace(), health_port, tuner)
+    settings = OperatorSettings(server_image, namespaces, own_namespace(), lease_name, health_port, tuner)
     try:
         asyncio.run(_run(settings, _listeners(decision_log)))
         return 0
-    except Unreachable as e:
+    except (Unreachable, KeyUnusable) as e:
         sentence = str(e)
     except ApiError as e:
         sentence = f"the API server refuses what the operator needs: {e}"

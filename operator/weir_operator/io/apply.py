@@ -27,6 +27,10 @@ class NotLeader(Exception):
     """This process may not write now."""
 
 
+class KeyUnusable(Exception):
+    """The Secret of the operator's key holds none."""
+
+
 def utc_now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -155,7 +159,8 @@ class Writer:
             await self._write("PATCH", path("Event", meta["namespace"], name), again, MERGE)
 
     async def control_key(self, namespace: str) -> bytes:
-        """The key that pods' tokens are made from: a Secret of the operator's own namespace, made here if absent."""
+        """The key that pods' tokens are made from: a Secret of the operator's own namespace, made here if absent and never
+        changed here; so several operators may share it. Raises KeyUnusable."""
         found = await self._kube.get("Secret", namespace, KEY_SECRET)
         if found is None:
             body = {
@@ -170,7 +175,10 @@ class Writer:
                 found = await self._kube.get("Secret", namespace, KEY_SECRET)
         if found is None:
             raise ApiError(404, "NotFound", f"Secret {namespace}/{KEY_SECRET} vanished while it was made")
-        return base64.b64decode(found["data"]["key"])
+        key = base64.b64decode((found.get("data") or {}).get("key") or "")
+        if not key:
+            raise KeyUnusable(f"Secret {namespace}/{KEY_SECRET} has no data.key: put one there, or delete it to get another")
+        return key
 
     async def create_lease(self, namespace: str, name: str, spec: Mapping[str, Any]) -> dict[str, Any]:
         body = {"metadata": {"name": name, "namespace": namespace}, "spec": spec}

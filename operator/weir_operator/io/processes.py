@@ -15,6 +15,7 @@ import errno
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -57,7 +58,19 @@ def _die_with_parent() -> None:
 
 
 class WrongInput(Exception):
-    """The server ended with status 2 before it ever served; the text is its own sentence."""
+    """The server ended with status 2 before it ever served, or a download failed; the text is its own sentence."""
+
+
+def run_to_end(args: Sequence[str]) -> None:
+    """Run `weir-server` with `args`; what it prints is shown as it comes. Raises WrongInput with its last words if it fails."""
+    command = [sys.executable, "-m", "weir_server", *args]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", check=False,
+        preexec_fn=_die_with_parent,
+    )
+    if done.returncode:
+        said = done.stderr.strip() or f"weir-server {args[0]} ended with status {done.returncode}"
+        raise WrongInput(said.splitlines()[-1])
 
 
 @dataclass(frozen=True, slots=True)

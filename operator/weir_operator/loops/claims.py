@@ -1,6 +1,6 @@
 """Whose a resource is, where more operators than one serve its namespace: two releases, or one that is run by hand.
 
-An operator (all replicas that share a Lease are one, and go by its namespace) writes its name into `status.operator`, with
+An operator (all replicas that share a Lease are one, and go by it) writes its name into `status.operator`, with
 what it writes there anyway, and leaves alone what carries another's. Now and then it asks for that: it writes its own name
 there and nothing else. Who holds a resource, and lives, writes its name back, and so the asker knows; who is gone does not.
 
@@ -19,6 +19,8 @@ import logging
 import time
 from collections.abc import Callable
 
+from weir_operator.api import names
+
 log = logging.getLogger(__name__)
 ASK_SECONDS, REST_SECONDS, ANSWERS = 25.0, 570.0, 3
 
@@ -30,8 +32,13 @@ class Stand(enum.Enum):
     LEAVE = "leave"
 
 
+def operator_name(namespace: str, lease: str) -> str:
+    """How an operator is told from others: by its Lease, whose name is left out where it is the usual one."""
+    return namespace if lease == names.LEASE_NAME else f"{namespace}/{lease}"
+
+
 class Claims:
-    """What this operator holds, by key. `name`: the namespace of its Lease. Forgotten at each beginning to lead: another may
+    """What this operator holds, by key. `name`: as its Lease has it. Forgotten at each beginning to lead: another may
     have taken everything since."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -71,7 +78,7 @@ class Claims:
             return Stand.LEAVE
         self.forget(key)
         self._left[key] = now
-        log.warning("%s is left to the operator in namespace %s, which serves it, too", key, holder,
+        log.warning("%s is left to the operator %s, which serves it, too", key, holder,
                     extra={"event": "left", "resource": key})
         return Stand.LEAVE
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +22,6 @@ from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.metrics import LEADER, TAKEOVERS
 
 log = logging.getLogger(__name__)
-LEASE_NAME = "weir-operator"
 LEASE_SECONDS, RENEW_SECONDS, TURN_SECONDS, RETRY_SECONDS, MARGIN = 15.0, 5.0, 3.0, 2.0, 3.0
 
 
@@ -36,10 +35,15 @@ def _micro_now() -> str:
 
 
 class LeaseLoop:
-    """Acquire, renew, give back. `led` is called once at each take-over."""
+    """Acquire, renew, give back. `prepare` is awaited before each take-over, and nothing is taken where it fails; `led` is
+    called once after it."""
 
-    def __init__(self, kube: Kube, writer: Writer, namespace: str, identity: str, led: Callable[[], None]) -> None:
-        self._kube, self._writer, self._namespace, self._identity, self._led = kube, writer, namespace, identity, led
+    def __init__(
+        self, kube: Kube, writer: Writer, namespace: str, name: str, identity: str, prepare: Callable[[], Awaitable[None]],
+        led: Callable[[], None],
+    ) -> None:
+        self._kube, self._writer, self._namespace, self._name, self._identity = kube, writer, namespace, name, identity
+        self._prepare, self._led = prepare, led
         self._until = 0.0
         self._epoch: int | None = None
         self._lease: dict[str, Any] | None = None
@@ -76,9 +80,10 @@ class LeaseLoop:
 
     async def _turn(self) -> None:
         asked = clock()
-        lease = await self._kube.get("Lease", self._namespace, LEASE_NAME)
+        lease = await self._kube.get("Lease", self._namespace, self._name)
         if lease is None:
-            lease = await self._writer.create_lease(self._namespace, LEASE_NAME, self._spec(0, None))
+            await self._prepare()
+            lease = await self._writer.create_lease(self._namespace, self._name, self._spec(0, None))
             self._hold(lease, asked)
             return
         spec = lease["spec"]
@@ -86,7 +91,9 @@ class LeaseLoop:
         if not mine and not self._free(lease):
             self._until = 0.0
             return
-        transitions = spec.get("leaseTransitions", 0) + (not mine or not self.held())
+        if taking := not mine or not self.held():
+            await self._prepare()
+        transitions = spec.get("leaseTransitions", 0) + taking
         try:
             lease = await self._writer.update_lease(lease, self._spec(transitions, spec if mine else None))
         except ApiError as e:

@@ -47,11 +47,12 @@ Heard = Callable[[Subject, Round], None]
 
 @dataclass(frozen=True, slots=True)
 class OperatorSettings:
-    """`namespaces`: empty = all. `own_namespace`: where the Lease and the key are."""
+    """`namespaces`: empty = all. `own_namespace`: where the Lease, called `lease_name`, and the key are."""
 
     server_image: str
     namespaces: tuple[str, ...] = ()
     own_namespace: str = "default"
+    lease_name: str = names.LEASE_NAME
     health_port: int = 8082
     tuner: TunerSettings = field(default_factory=TunerSettings)
 
@@ -86,10 +87,10 @@ class ClusterSink:
 
 class Subjects:
     """Every resource that is `ours` and can be read, with the control ports of its own running pods: ready or not, a pod is
-    remembered until it is gone. Disabled resources too: they get a fallback."""
+    remembered until it is gone. Disabled resources too: they get a fallback. `token`: of a resource's pods, by its uid."""
 
-    def __init__(self, store: Store, key: bytes, ours: Callable[[str], bool]) -> None:
-        self._store, self._key, self._ours = store, key, ours
+    def __init__(self, store: Store, token: Callable[[str], str], ours: Callable[[str], bool]) -> None:
+        self._store, self._token, self._ours = store, token, ours
         self._parsed: dict[str, tuple[str, InferenceDeployment | None]] = {}
 
     def __call__(self) -> Iterable[Subject]:
@@ -98,7 +99,7 @@ class Subjects:
         for where, raw in raws.items():
             if not self._ours(where) or (resource := self._read(where, raw)) is None:
                 continue  # another operator's; or its status says why
-            token = pod_token(self._key, resource.metadata.uid)
+            token = self._token(resource.metadata.uid)
             endpoints = tuple(
                 Endpoint(pod["metadata"]["name"], url_for(pod["status"]["podIP"], CONTROL_PORT), token, is_ready(pod))
                 for pod in self._store.pods(where)
@@ -153,13 +154,20 @@ async def run(
     KNOWN.resources, KNOWN.heard = store.resources, lambda: store.heard
     lease: LeaseLoop
     writer = Writer(kube, lambda: lease.left())
-    key = await Writer(kube).control_key(settings.own_namespace)
-    reconciler = Reconciler(kube, writer, store, settings.server_image, key, settings.own_namespace)
+    key = await Writer(kube).control_key(settings.own_namespace)  # who cannot have it says so at once
+    reconciler = Reconciler(kube, writer, store, settings.server_image, key, settings.own_namespace, settings.lease_name)
     queue = WorkQueue(reconciler)
     resync = Resync(reconciler, queue, settings.namespaces)
 
     identity = f"{socket.gethostname()}_{uuid.uuid4().hex[:8]}"
-    lease = LeaseLoop(kube, writer, settings.own_namespace, identity, lambda: take_over(reconciler, queue))
+
+    async def read_key() -> None:
+        """Anew before each time as leader: it may have been changed since."""
+        reconciler.key = await Writer(kube).control_key(settings.own_namespace)
+
+    lease = LeaseLoop(
+        kube, writer, settings.own_namespace, settings.lease_name, identity, read_key, lambda: take_over(reconciler, queue),
+    )
     beat = time.monotonic()
 
     async def heartbeat() -> None:
@@ -180,7 +188,7 @@ async def run(
     try:
         async with ControlClient() as client:
             sink = ClusterSink(reconciler, queue, store, (rounds.heard, *listeners))
-            subjects = Subjects(store, key, reconciler.claims.holds)
+            subjects = Subjects(store, lambda uid: pod_token(reconciler.key, uid), reconciler.claims.holds)
             tuner = TunerLoop(client, subjects, lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
             writers = [
                 resync.then(tuner.run), resync.then(queue.run), resync.run(), resync.then(resync.discover),

@@ -15,7 +15,7 @@ from weir_operator.io.apply import NotLeader, Writer, utc_now
 from weir_operator.io.kube import ApiError, Kube, Unreachable
 from weir_operator.io.scrape import pod_token
 from weir_operator.loops.children import Children, Failure, NameTaken
-from weir_operator.loops.claims import Claims, Stand
+from weir_operator.loops.claims import Claims, Stand, operator_name
 from weir_operator.loops.events import Recorder
 from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
@@ -43,6 +43,7 @@ class Reconciler:
     image: str
     key: bytes
     operator_namespace: str = "default"
+    lease_name: str = names.LEASE_NAME
     reports: dict[tuple[str, str], TuningReport] = field(default_factory=dict)
     _failing: dict[str, float] = field(default_factory=dict)  # key → since when applying fails
     pace: Pace = field(default_factory=Pace)
@@ -52,7 +53,7 @@ class Reconciler:
 
     def __post_init__(self) -> None:
         self.children = Children(self.kube, self.writer, self.store, self.pace)
-        self.events, self.claims = Recorder(self.writer), Claims(self.operator_namespace)
+        self.events, self.claims = Recorder(self.writer), Claims(operator_name(self.operator_namespace, self.lease_name))
 
     async def __call__(self, key: str) -> float:
         """One pass; returns for how many seconds the resource shall rest. The status is written whatever came of it. Raises

@@ -65,11 +65,12 @@ def _resumed(target: Path, tag: str, size: int | None, chunks: Chunks, count: Co
 
 def _hub(rest: str, endpoint: str | None, sha256: str | None) -> tuple[bool, list[File]]:
     import huggingface_hub as hub
+    from huggingface_hub import constants, utils  # no attributes of the package until somebody has imported them
 
     organisation, _, rest = rest.partition("/")
     name, _, wanted = rest.partition("/")
     name, _, revision = name.partition("@")
-    repository, where = f"{organisation}/{name}", endpoint or hub.constants.ENDPOINT
+    repository, where = f"{organisation}/{name}", endpoint or constants.ENDPOINT
     token = os.environ.get("HF_TOKEN") or False  # never one that lies about in a home
     api = hub.HfApi(endpoint=where, token=token, library_name="weir")
     info = _asked(
@@ -85,7 +86,7 @@ def _hub(rest: str, endpoint: str | None, sha256: str | None) -> tuple[bool, lis
         hint = f"; name one of its GGUF files, such as hf://{repository}/{ggufs[0]}" if ggufs else ""
         raise UserError(f"{repository} at {where} has no safetensors{hint}.")
 
-    headers = hub.utils.build_hf_headers(token=token, library_name="weir")
+    headers = utils.build_hf_headers(token=token, library_name="weir")
     denied = f"{repository} at {where} may not be read: accept its terms there, and give a token that may read it as HF_TOKEN."
 
     def file(name: str) -> File:

@@ -15,6 +15,7 @@ import yaml
 from weir_operator.api import names
 from weir_operator.api.quantity import parse_duration
 from weir_operator.api.types import InferenceDeployment
+from weir_operator.cli.local.models import models_folder
 from weir_operator.io.apply import utc_now
 from weir_operator.io.processes import ServerProcess, free_port
 from weir_operator.io.scrape import Endpoint, url_for
@@ -24,6 +25,7 @@ from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import parse, plan
 from weir_operator.plan.replicas import wanted_replicas
+from weir_operator.plan.sources import locate
 
 LOOPBACK = "127.0.0.1"
 """Of the control ports, wherever the servers themselves listen: only this process has to reach them."""
@@ -73,10 +75,11 @@ class LocalDeployment:
 
     def _server(self, index: int, host: str, http: int, logs: Path) -> ServerProcess:
         control = free_port(LOOPBACK)
+        serve, _, *flags = server_args(self.resource.spec)  # but for where the model lies, as in a pod
         args = [
-            *server_args(self.resource.spec), f"--host={host}", f"--port={http}", f"--control-host={LOOPBACK}",
-            f"--control-port={control}", f"--control-token-file={self._folder / self.name}.token",
-            f"--boot-file={self._folder / self.name}.boot.yaml",
+            serve, locate(self.resource.spec, str(models_folder())).path, *flags, f"--host={host}", f"--port={http}",
+            f"--control-host={LOOPBACK}", f"--control-port={control}",
+            f"--control-token-file={self._folder / self.name}.token", f"--boot-file={self._folder / self.name}.boot.yaml",
         ]
         name = f"{self.name}-{index}"
         return ServerProcess(name, args, url_for(host, http), url_for(LOOPBACK, control), logs / f"{name}.log")

@@ -24,13 +24,13 @@ from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.cli.display import line, reading, screen
 from weir_operator.cli.local.api import LocalApi, socket_folder
 from weir_operator.cli.local.deployment import LocalDeployment, servers_of
+from weir_operator.cli.local.models import fetch_models, models_folder, refuse_absent
 from weir_operator.io.processes import ServerProcess, WrongInput, port_taken
 from weir_operator.io.scrape import ControlClient
 from weir_operator.loops.rounds import Rounds
 from weir_operator.loops.steering import Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.observed import TuningReport
-from weir_operator.plan.sources import locate
 from weir_operator.tuner.types import Record
 
 
@@ -48,13 +48,11 @@ class LocalOptions:
 
 def run_local(resources: Sequence[InferenceDeployment], options: LocalOptions, fail: Callable[[str], NoReturn]) -> int:
     """Until SIGINT or SIGTERM. Returns the exit status."""
-    for resource in resources:
-        if (scheme := locate(resource.spec).scheme) not in ("file", "package"):
-            here = "here use file:///PATH or package://DISTRIBUTION/FILE (weir-server fetch downloads one)"
-            fail(f"spec.model.source: a {scheme}:// source needs a cluster; {here}")
+    refuse_absent(resources, fail)
     _check_ports(options.host, options.port, sum(map(servers_of, resources)), fail)
     folder = Path(tempfile.mkdtemp(prefix="weir-local-"))
     try:
+        fetch_models(resources, models_folder())
         return asyncio.run(_Local(resources, options, folder).run())
     except WrongInput as e:
         fail(str(e))
