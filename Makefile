@@ -72,7 +72,7 @@ floors: $(VENV)/.dev  ## who may import whom
 	$(BIN)/lint-imports --no-cache
 
 CHURN ?=
-scale: $(VENV)/.dev  ## a thousand resources under one operator, on the programs in KUBEBUILDER_ASSETS (5 minutes; CHURN=3334 for 10,000 operations)
+scale: $(VENV)/.dev  ## a thousand resources under one operator, on the programs in KUBEBUILDER_ASSETS (16 minutes; CHURN=3334 for 10,000 operations)
 	PYTHONPATH=benchmarks:tests/unit:tests/control_plane $(BIN)/python -m weir_bench.scale $(if $(CHURN),--churn $(CHURN))
 
 generate: $(VENV)/.dev  ## the CRD, reference pages and install manifests, from what they are made of

@@ -144,7 +144,10 @@ def scale(d: dict[str, Any]) -> list[str]:
         said = f"{change['p50']:.2f} s, 95 % within {change['p95']:.2f} s, all {f['changes']} within {change['most']:.2f} s"
         rows.append((f"a change of one among {count}: its children are changed after", said, "2 s, 95 %"))
     if "takeover_seconds" in f:
-        rows.append(("a leader killed: the next change is carried out after", f"{f['takeover_seconds']:.1f} s", "20 s"))
+        rows += [
+            ("a leader killed: the next change is carried out after", f"{f['takeover_seconds']:.1f} s", "20 s"),
+            ("the one that took over: memory (RSS)", f"{f['takeover_rss_bytes'] / 1e6:.0f} MB", "–"),
+        ]  # fmt: skip
     return table(("what", "measured", "goal"), rows)
 
 
