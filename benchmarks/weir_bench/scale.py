@@ -354,7 +354,7 @@ def in_a_network_of_its_own() -> None:
 def main() -> None:
     parser = results.arguments("scale", __doc__, model=False)
     parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=660, help="how long it stands still; a list of everything falls into 660")
+    parser.add_argument("--seconds", type=float, default=660, help="how long it stands still; in 660, all is listed once")
     parser.add_argument("--changes", type=int, default=40)
     parser.add_argument("--churn", type=int, metavar="RESOURCES", help="make, change and delete so many instead")
     parser.add_argument("--wave", type=int, default=100)
