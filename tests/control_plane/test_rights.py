@@ -217,10 +217,13 @@ def test_no_right_is_missing_and_none_is_unused(cluster: Cluster, namespace: str
     cluster.apply(resource(**EVERYTHING, **scaled("HorizontalPodAutoscaler")), namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("reason") == "NameTaken", 60, "what has our names is asked for")
     wait(lambda: "PodDisruptionBudget" in condition(cluster, namespace, "IntegrationsReady").get("message", ""), 60)
+    *strangers, scaler = strangers
     for stranger in strangers:
-        assert cluster.kubectl("delete", stranger["kind"], stranger["metadata"]["name"], "-n", namespace)
+        cluster.kubectl("delete", stranger["kind"], stranger["metadata"]["name"], "-n", namespace)
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "hpa", "podmonitor"}, 60, "children of every kind")
     cluster.apply(resource(**{**EVERYTHING, **CHANGED}, **scaled("ScaledObject")), namespace)
+    wait(lambda: "ScaledObject chat exists" in condition(cluster, namespace, "IntegrationsReady")["message"], 60)
+    cluster.kubectl("delete", scaler["kind"], scaler["metadata"]["name"], "-n", namespace)
     wait(lambda: there(cluster, namespace) == {"pvc", "networkpolicy", "scaledobject", "podmonitor"}, 60, "the other scaler")
     make_ready(cluster, namespace)
     wait(lambda: condition(cluster, namespace, "Ready").get("status") == "True", 60)
