@@ -190,6 +190,7 @@ def somebody_elses() -> list[dict[str, Any]]:
     template = {"metadata": {"labels": labels}, "spec": {"containers": [{"name": "c", "image": "x"}]}}
     claim = {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Mi"}}}
     target = {"apiVersion": "apps/v1", "kind": "Deployment", "name": "other"}
+    trigger = {"type": "cpu", "metadata": {"value": "50"}}
     found = [
         ("v1", "ServiceAccount", "chat", {}), ("v1", "ConfigMap", "chat-boot", {"data": {"a": "b"}}),
         ("v1", "Service", "chat", {"spec": {"selector": labels, "ports": [port]}}),
@@ -199,7 +200,7 @@ def somebody_elses() -> list[dict[str, Any]]:
         ("autoscaling/v2", "HorizontalPodAutoscaler", "chat", {"spec": {"maxReplicas": 1, "scaleTargetRef": target}}),
         ("apps/v1", "Deployment", "chat", {"spec": {"replicas": 0, "selector": {"matchLabels": labels}, "template": template}}),
         ("monitoring.coreos.com/v1", "PodMonitor", "chat", {"spec": {"selector": {}, "podMetricsEndpoints": []}}),
-        ("keda.sh/v1alpha1", "ScaledObject", "chat", {"spec": {"scaleTargetRef": {"name": "other"}, "triggers": []}}),
+        ("keda.sh/v1alpha1", "ScaledObject", "chat", {"spec": {"scaleTargetRef": {"name": "other"}, "triggers": [trigger]}}),
     ]
     return [{"apiVersion": v, "kind": k, "metadata": {"name": n}, **content} for v, k, n, content in found]
 
