@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from weir_operator.tuner.chain import Model, goodputs
 from weir_operator.tuner.law import REVERSAL_GAIN
-from weir_operator.tuner.setpoint import NIL, PREFILL_SHARE, TIE, Reach, certain, choose
+from weir_operator.tuner.setpoint import NIL, TIE, Reach, certain, choose
 from weir_operator.tuner.types import Mix
 from weir_server.contract import Plant, hist_index
 
@@ -66,7 +66,8 @@ def walk(seed: int) -> Walk:
         rng.choice([0.0, between(1e-5, 3e-3)]), rng.choice([64, 512]),
     )
     offered = between(0.1, 20)
-    mix = Mix(offered, (offered,), between(8, 400), between(0.05, 8), between(10, 3000))
+    output, prefill, context = between(8, 400), between(0.05, 8), between(10, 3000)
+    mix = Mix(offered, (offered,), output, prefill, context, clump=rng.choice([1.0, between(1, 20)]))
     spread = rng.choice([{1.0: 100.0}, {0.85: 10.0, 0.95: 30.0, 1.0: 30.0, 1.1: 20.0, 1.3: 10.0}])
     model = Model(plant, mix, {hist_index(v): 1e6 * w for v, w in spread.items()}, {hist_index(2.0): 100.0})
     ttft, tpot = between(0.3, 10), rng.uniform(1.05, 4) * model.interval(4)
@@ -78,8 +79,7 @@ def walk(seed: int) -> Walk:
             break
         direction = (choice.batch > path[-1][0]) - (choice.batch < path[-1][0]) or direction
         path.append((choice.batch, choice.depth))
-    room = [n for n in range(1, MOST + 1) if n == 1 or mix.prefill * model.decoding(n) <= PREFILL_SHARE * plant.prefill_tokens]
-    best = max(max(goodputs(model, ttft, tpot, n, MOST)[1:]) for n in room)
+    best = max(max(goodputs(model, ttft, tpot, n, MOST)[1:]) for n in range(1, MOST + 1))
     return Walk(seed, path, predicted, best, offered)
 
 

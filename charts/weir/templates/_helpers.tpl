@@ -101,7 +101,7 @@ A child that may be asked for and not asked for is deleted by name; the others g
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [autoscaling]
   resources: [horizontalpodautoscalers]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [list, watch, create, patch, delete]
 - apiGroups: [monitoring.coreos.com] # where the cluster has them: listed now and then, since they come and go
   resources: [podmonitors]
   verbs: [get, list, create, patch, delete]

@@ -21,7 +21,7 @@ from weir_operator.io.kube import ApiError, Kube
 from weir_operator.loops.census import Census
 from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
-from weir_operator.loops.store import CHILD_KINDS, Object, Store, key_of, owned_by
+from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Object, Store, key_of, owned_by
 from weir_operator.plan.manifests import BEFORE_PODS, KEPT, Defaults, Manifest, children
 from weir_operator.plan.observed import Observed
 from weir_operator.plan.replicas import marks, takes_over
@@ -155,9 +155,10 @@ class Children:
         self.pace.wrote(key_of(resource.metadata.namespace, resource.metadata.name))
 
     async def _find(self, resource: InferenceDeployment, where: Where) -> Object | None:
-        """A child as it is: what the watches told, else what the API server says, where somebody else's may have the name."""
+        """A child as it is: what the watches told, else what the API server says, where somebody else's may have the name and
+        no watch tells of it."""
         live = self.store.get(*where)
-        if live is None and not await self.census.free(*where):
+        if live is None and where[0] not in ALL_OF and not await self.census.free(*where):
             live = await self._read(resource, where)
         return live
 
@@ -195,7 +196,8 @@ class Children:
                 self.kinds -= {kind}  # its definition went a moment ago
                 raise Retry(f"the cluster has no {kind} any more") from None
             if e.status == 409 or (e.status == 404 and live is not None):
-                if found := await self._read(resource, where):  # at once: the status is made of what is there, not of a gap
+                # at once, where the watches are not to tell: the status is made of what is there, not of a gap
+                if kind not in ALL_OF and (found := await self._read(resource, where)):
                     _check(found, resource)
                 raise Retry(f"{kind} {meta['name']} changed meanwhile") from None
             raise

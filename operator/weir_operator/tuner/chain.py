@@ -4,17 +4,19 @@ Rows arrive at λ, B slots serve them, Q more may wait, the rest is refused. Wit
 prefill), and y(d) = a + (b + c·context + p·ρ)·d is the time between a row's tokens, prefill included: in saturation ρ tokens
 are prefilled for each generated one, so prefill acts as a slope on d. Goodput is λ times the share of arrivals that are
 accepted, get their first token in time (a Gamma wait for the departures before them, then the prefill), and then each next one
-in time (the spread z of real times per token about y).
+in time (the spread z of real times per token about y). Rows may come in clumps: then more are refused than of a steady flow.
 
 Cost: one pass over k = 0 … B+Q gives all depths up to Q at once, since what an arrival in state k meets does not depend on Q.
-Known flaws: Poisson arrivals within a quantile, exponential service, a row sees the n of its arrival for its whole life, KV
-only as a cap on rows, no preemption. Sources in docs/tuning-law.md: the chain is Erlang's, the plant Splitwise's and WVA's.
+Known flaws: clumps of geometric size within a quantile, exponential service, a row sees the n of its arrival for its whole
+life, KV only as a cap on rows, no preemption. Sources in docs/tuning-law.md: the chain is Erlang's, with arrivals in batches
+(Mˣ/M/n/K); the plant Splitwise's and WVA's.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 
@@ -102,7 +104,8 @@ class Model:
         """Equally likely times from admission to the first token. Slots that do not decode are in prefill (Little)."""
         d = self.decoding(slots)
         stretch = (slots / d - 1.0) * self.mix.output / self.mean_prefill if self.mean_prefill else 0.0
-        return [f * self.interval(d) * stretch for f in self._prefill_points]
+        others = self.mean_prefill * (stretch - 1.0)  # first come, first prefilled: however long one's own prompt is
+        return [(f + others) * self.interval(d) for f in self._prefill_points]
 
     def met(self, slots: int, ttft: float, tpot: float) -> float:
         """Share of rows that meet both objectives where each took the last of so many slots at once."""
@@ -130,38 +133,58 @@ def goodputs(model: Model, ttft: float, tpot: float, batch: int, deepest: int) -
     shares = _shares(model, ttft, tpot, slots, deepest)
     rates = [model.departures(k) for k in range(1, slots + 1)]
     rates += deepest * rates[-1:]
-    total = [0.0] * (deepest + 1)
-    for offered in model.mix.quantiles:
-        full, success = 1.0, 0.0  # of a pod with k places: P(all are taken), and the share of arrivals that succeed
-        for k, rate in enumerate(rates, start=1):
-            before, ratio = full, max(offered, 1e-9) / rate
-            full = ratio * before / (ratio * before + 1.0)  # Erlang's recursion, which no length overflows
-            success = (success + before * shares[k - 1]) * (1.0 - full)
-            if k >= slots:
-                total[k - slots] += offered * success
-    return [t / len(model.mix.quantiles) for t in total]
+    flows = [list(_flow(offered, model.mix.clump, rates, shares, slots)) for offered in model.mix.quantiles]
+    return [statistics.fmean(of_depth) for of_depth in zip(*flows, strict=True)]
+
+
+def _flow(offered: float, clump: float, rates: Sequence[float], worth: Sequence[float], slots: int) -> Iterator[float]:
+    """Σ worth per second of the rows that find a place, with 0, 1, … places behind the slots. `worth`: of a row that finds
+    0, 1, … others; `rates`: of departures with 1, 2, … in the pod.
+
+    Rows come in clumps of geometric size, r = 1 − 1 ÷ clump; of a clump, what does not fit is refused. For each k as many rows
+    per second come to find k − 1 others as leave k, λ ÷ clump · Σ p(j) r^(k−1−j), whatever is behind.
+    """
+    r, clumps = 1.0 - 1.0 / clump, max(offered, 1e-9) / clump
+    above, gained = 1.0, 0.0  # Σ p(j) r^(k−1−j), and the yield, of a pod with k places; both normalised: no length overflows
+    for k, rate in enumerate(rates, start=1):
+        up = clumps * above
+        p = up / rate
+        total = 1.0 + p
+        gained = (gained + up * worth[k - 1]) / total
+        above = (p + r * above) / total
+        if k >= slots:
+            yield gained
+
+
+def _mean_flow(model: Model, batch: int, depth: int, worth: Callable[[int], float]) -> float:
+    """The same for one setting, the mean over λ's quantiles. `worth`: of a row that finds k others."""
+    slots = _usable(model, batch)
+    rates = [model.departures(min(k, slots)) for k in range(1, slots + depth + 1)]
+    values = [worth(k) for k in range(slots + depth)]
+    return statistics.fmean([*_flow(q, model.mix.clump, rates, values, slots)][-1] for q in model.mix.quantiles)
+
+
+def accepted(model: Model, batch: int, depth: int) -> float:
+    """Share of the rows offered that find a place."""
+    return _mean_flow(model, batch, depth, lambda _: 1.0) / max(1e-9, statistics.fmean(model.mix.quantiles))
 
 
 def predict(model: Model, ttft: float, tpot: float, batch: int, depth: int) -> Prediction:
     """The same for one setting, with what a record shows beside it."""
-    slots = _usable(model, batch)
-    bias = _mean(model.spread)
-    interval = rows = accepted = 0.0
-    for offered in model.mix.quantiles:
-        logs = [0.0]
-        for k in range(1, slots + depth + 1):
-            logs.append(logs[-1] + math.log(max(offered, 1e-9) / model.departures(min(k, slots))))
-        top = max(logs)
-        pi = [math.exp(v - top) for v in logs]
-        total, taken = sum(pi), sum(pi[:-1])
-        accepted += taken / total
-        rows += sum(p * min(k, slots) for k, p in enumerate(pi)) / total
-        interval += sum(
-            p * bias * model.between(model.company(min(k + 1, slots))) for k, p in enumerate(pi[:-1])
-        ) / taken
-    count = len(model.mix.quantiles)
+    slots, bias = _usable(model, batch), _mean(model.spread)
+
+    def between(k: int) -> float:
+        return bias * model.between(model.company(min(k + 1, slots)))
+
+    def seconds(k: int) -> float:  # for which k + 1 rows are in the pod, for each row that finds k, times the slots they use
+        return min(k + 1, slots) / model.departures(min(k + 1, slots))
+
+    found = _mean_flow(model, batch, depth, lambda _: 1.0)
     return Prediction(
-        goodputs(model, ttft, tpot, batch, depth)[depth], interval / count, rows / count, accepted / count
+        goodputs(model, ttft, tpot, batch, depth)[depth],
+        _mean_flow(model, batch, depth, between) / found,
+        _mean_flow(model, batch, depth, seconds),
+        found / max(1e-9, statistics.fmean(model.mix.quantiles)),
     )
 
 

@@ -16,6 +16,10 @@ SAMPLES = 600.0
 """About so many times per token, and prefill times, are remembered."""
 COMPANY_POLLS = 3
 """The rows that a finished row had beside it are taken over this many polls."""
+CLUMPS = tuple(1.5**i for i in range(10))
+CLUMP_ROWS, NEARLY_ALL = 50, 0.98
+SURE = 4.0
+"""Standard errors, of single rows, that the share accepted must lie under what single rows explain: rates vary, too."""
 
 
 def unseen(state: PodState, windows: Sequence[Window]) -> list[Window]:
@@ -83,7 +87,29 @@ def model(state: PodState, windows: Sequence[Window], evidence: Span) -> Model |
     fitted = plant.fit(state.sums, state.prior)
     if fitted is None or state.mix is None or not state.spread:
         return None
-    return Model(fitted, mix.spread(state.mix, windows), state.spread, state.prefill, _kv_rows(windows[-1], evidence))
+    pod = Model(fitted, mix.spread(state.mix, windows), state.spread, state.prefill, _kv_rows(windows[-1], evidence))
+    return replace(pod, mix=replace(pod.mix, clump=_clump(pod, windows)))
+
+
+def _clump(pod: Model, windows: Sequence[Window]) -> float:
+    """How many rows come at once, for as many to be refused as are with the present knobs; 1 where hardly any is, or where rows
+    that come singly explain it. Bound: at most the arrivals since the knobs were set count, and SURE standard errors of them
+    are needed. Cost: eleven passes of the chain."""
+    def knobs(window: Window) -> tuple[int, int]:
+        return window.effective.max_batch_size, window.effective.max_queue_depth
+
+    batch, depth = knobs(windows[-1])
+    since = next((w.monotonic for w in reversed(windows) if knobs(w) != (batch, depth)), -math.inf)
+    span = Span(next(w for w in windows if w.monotonic > since), windows[-1])
+    if span.offered < CLUMP_ROWS or (share := min(1.0, span.total("queued") / span.offered)) > NEARLY_ALL:
+        return 1.0
+
+    def of(clump: float) -> float:
+        return chain.accepted(replace(pod, mix=replace(pod.mix, clump=clump)), batch, depth)
+
+    if of(1.0) - share < SURE * math.sqrt(share * (1.0 - share) / span.offered):
+        return 1.0
+    return min(CLUMPS, key=lambda clump: abs(of(clump) - share))
 
 
 def _kv_rows(window: Window, evidence: Span) -> float:

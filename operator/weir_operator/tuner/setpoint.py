@@ -13,7 +13,6 @@ the least change.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 from weir_operator.tuner.chain import Model, goodputs
@@ -32,8 +31,6 @@ READY = 1.1
 LEAP = 4  # × B: how far a raise may go at once
 MOST_CANDIDATES = 17
 AROUND = 1.3  # ÷ and × the best of them, at least as far as the next candidate: an envelope of 64 is thinned to steps of 1.3
-PREFILL_SHARE = 0.8
-"""Most of a step's prefill tokens that the decoding rows' own demand may take; above, the first token waits without end."""
 
 
 @dataclass(frozen=True)
@@ -143,13 +140,10 @@ def _near(reach: Reach) -> tuple[int, int]:
     return max(low, reach.batch_limits[0]), min(high, reach.batch_limits[1])
 
 
-def _sizes(model: Model, reach: Reach, low: int, high: int) -> list[int]:
-    """Batch sizes from low to high, thinned evenly in logarithm, with the present one; prefill caps what may be raised to."""
+def _sizes(reach: Reach, low: int, high: int) -> list[int]:
+    """Batch sizes from low to high, thinned evenly in logarithm, with the present one."""
     low = low if reach.may_cut else reach.batch
     high = high if reach.may_raise else reach.batch
-    room = PREFILL_SHARE * model.plant.prefill_tokens
-    roomy = bisect_right(range(low, high + 1), room, key=lambda n: model.mix.prefill * model.decoding(n))
-    high = low + max(1, roomy) - 1  # the highest that prefill leaves room for is one of them: often it is the best
     if high - low < MOST_CANDIDATES:
         return sorted({*range(low, high + 1), reach.batch})
     ratio = high / low
@@ -159,10 +153,10 @@ def _sizes(model: Model, reach: Reach, low: int, high: int) -> list[int]:
 def _weighed(model: Model, ttft: float, tpot: float, reach: Reach, low: int, high: int) -> list[tuple[float, int, int]]:
     """(goodput, batch, depth) of every useful depth of batches from low to high: of thinned ones first, then of all about the
     best of these."""
-    sizes = _sizes(model, reach, low, high)
+    sizes = _sizes(reach, low, high)
     found = _of_sizes(model, ttft, tpot, reach, sizes)
     top = max(found)[1]
-    around = _sizes(model, reach, max(low, math.floor(top / AROUND)), min(high, math.ceil(top * AROUND)))
+    around = _sizes(reach, max(low, math.floor(top / AROUND)), min(high, math.ceil(top * AROUND)))
     return found + _of_sizes(model, ttft, tpot, reach, [n for n in around if n not in sizes])
 
 

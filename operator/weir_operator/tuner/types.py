@@ -117,6 +117,7 @@ class Mix:
     rate_ticks: int = 1  # how many are in the mean of λ
     odd_rate: int = 0  # ticks in a row whose λ lay far from its mean, signed by the side
     odd_ticks: int = 0  # ticks in a row whose ρ did
+    clump: float = 1.0  # mean rows that come at once, beyond what the rates of polls tell
     odd_square: float = 0.0  # of the last such tick's distance in ρ, until it is known whether it was a shift
 
 
