@@ -55,6 +55,9 @@ class News:
     def polled(self, subject: Subject, round_: Round) -> None:
         self.rounds.append(round_)
 
+    def forgotten(self, key: str) -> None:
+        pass
+
 
 class Law:
     """Stands where `decide` stands: gives the moves that the test queued, and a record for each pod."""

@@ -90,6 +90,7 @@ class Sink(Protocol):
 
     def polled(self, subject: Subject, round_: Round) -> None: ...
     def publish(self, subject: Subject, news: TuningReport) -> None: ...
+    def forgotten(self, key: str) -> None: ...
 
 
 def _show(key: str, name: str, pod: Pod | None) -> None:
@@ -150,6 +151,7 @@ class TunerLoop:
         for gone in set(self._steerings) - known:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
+            self._sink.forgotten(gone[0])
             _show_reading(gone[0], [], self._clock())
             for gauge in (REPLICAS, LOAD):
                 _show_number(gone[0], gauge, None)
