@@ -21,9 +21,10 @@ class ApiProxy:
     """Plain HTTP in front of the cluster's API server, in a thread of its own.
 
     `cut_after`: seconds after which a watch is cut, in the midst of it. `away`: no request is answered, as if nobody listened.
-    `watches_end`: the status that watches are answered with instead. `at_write`: called for each write but the Lease's, with
-    its number from 1 and "before" it is passed on and "after" it was answered: what it does, it does at just that moment.
-    `seen` counts what came: lists, watches, cuts, writes.
+    `watches_end`: the status that watches are answered with instead. `watches_expire`: they are answered with one event, an
+    error that says 410. `watches_tear`: they end in the middle of the next line. `at_write`: called for each write but the
+    Lease's, with its number from 1, "before" it is passed on and "after" it was answered, and its path: what it does, it does
+    at just that moment. `seen` counts what came: lists, watches, cuts, writes.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -31,7 +32,8 @@ class ApiProxy:
         self.cut_after: float | None = None
         self.away = False
         self.watches_end: int | None = None
-        self.at_write: Callable[[int, str], None] = lambda _number, _moment: None
+        self.watches_expire = self.watches_tear = False
+        self.at_write: Callable[[int, str, str], None] = lambda _number, _moment, _path: None
         self.seen: Counter[str] = Counter()
         self._open: set[asyncio.Transport] = set()
         self._hushed = 0  # watches up to this number
@@ -93,6 +95,8 @@ class ApiProxy:
                 self.seen["watches"] += 1
                 if self.watches_end:
                     return web.json_response({"kind": "Status", "code": self.watches_end}, status=self.watches_end)
+                if self.watches_expire:
+                    return web.json_response({"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
                 async with asyncio.timeout(self.cut_after):
                     return await self._pass_on(request, watch=self.seen["watches"])
             return await self._counted(request)
@@ -110,10 +114,11 @@ class ApiProxy:
             return await self._pass_on(request)
         self.seen["writes"] += 1
         number = self.seen["writes"]
-        self.at_write(number, "before")
+        await request.read()
+        self.at_write(number, "before", request.path)
         if self.away:
             return _abort(request)
-        return await self._pass_on(request, lambda: self.at_write(number, "after"))
+        return await self._pass_on(request, lambda: self.at_write(number, "after", request.path))
 
     async def _pass_on(
         self, request: web.Request, answered: Callable[[], None] = lambda: None, watch: int | None = None,
@@ -133,6 +138,9 @@ class ApiProxy:
             async for chunk in answer.content.iter_any():
                 if watch is not None and watch <= self._hushed:
                     await asyncio.Event().wait()  # until whoever watches gives up
+                if watch is not None and self.watches_tear:
+                    await out.write(chunk[: len(chunk) // 2])
+                    break
                 await out.write(chunk)
             await out.write_eof()
             return out

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_proxy import ApiProxy
@@ -24,6 +25,9 @@ from control_plane_kit import (
     settled,
     wait,
 )
+
+from weir_operator.handlers.watches import AGAIN_SECONDS
+from weir_operator.loops.reconcile import WATCHED
 
 WATCH = "/apis/weir.dev/v1alpha1/inferencedeployments?watch=1&timeoutSeconds=2&resourceVersion="
 
@@ -111,6 +115,54 @@ def test_what_happened_in_a_gap_that_no_watch_can_tell_of_is_made_up_for(
     wait(lambda: operator.metric("weir_operator_watch_lag_seconds") == 0, 20, "and nobody waits for news of it")
     cluster.quiet(operator, namespace)
     assert cluster.get("deployment", "other", namespace) is None
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
+def test_the_only_resource_that_went_in_a_gap_is_forgotten(cluster: Cluster, namespace: str, proxy: ApiProxy) -> None:
+    """Its children were collected, too: no list and no watch has anything to tell."""
+    operator = behind(cluster, namespace, proxy)
+    cluster.apply(resource(), namespace)
+    settled(cluster, operator, namespace)
+    cluster.quiet(operator, namespace)
+    proxy.go_away()
+    cluster.kubectl("delete", "infd", "chat", "-n", namespace)
+    kinds = "deployment,replicaset,pod,service,configmap,serviceaccount,networkpolicy"
+    wait(lambda: not cluster.kubectl("get", kinds, "-n", namespace, "-l", "weir.dev/name=chat", "-o", "name").stdout, 60)
+    proxy.watches_expire, proxy.away = True, False
+    wait(lambda: operator.metric("weir_operator_resources") == 0, 60, "what went is forgotten")
+    proxy.watches_expire = False
+    cluster.apply(resource(), namespace)
+    wait(lambda: child(cluster, namespace, "deployment"), 30, "and another is made when one comes")
+    assert operator.stop() == 0
+    assert "Traceback" not in operator.log
+
+
+@pytest.mark.parametrize("fault", [{"watches_expire": True}, {"watches_end": 410}, {"watches_tear": True}], ids=str)
+def test_watches_that_cannot_go_on_begin_again_at_a_pace_and_lose_nothing(
+    cluster: Cluster, namespace: str, proxy: ApiProxy, fault: dict[str, Any],
+) -> None:
+    """410 as an event in the stream, 410 as an answer, a stream that ends in the middle of a line."""
+    operator = behind(cluster, namespace, proxy)
+    for name in ("chat", "other"):
+        cluster.apply(resource(name), namespace)
+    settled(cluster, operator, namespace)
+    wait(lambda: cluster.get("deployment", "other", namespace))
+    vars(proxy).update(fault)
+    proxy.cut()
+    cluster.kubectl("delete", "infd", "other", "-n", namespace)
+    cluster.kubectl("delete", "service", "chat", "-n", namespace)
+    edit(cluster, namespace, 7)
+    wait(lambda: operator.metric("weir_operator_resources") == 1, 60, "what went is forgotten")
+    wait(lambda: acted(cluster, namespace, 7), 60, "the change is carried out")
+    wait(lambda: cluster.get("service", "chat", namespace), 60, "what was deleted comes back")
+    watches, began = proxy.seen["watches"], time.monotonic()
+    if "watches_tear" not in fault:  # there may be no next line
+        wait(lambda: proxy.seen["watches"] > watches + 2 * len(WATCHED), 60, "they are begun again and again")
+        assert time.monotonic() - began > 1.5 * AGAIN_SECONDS, "and not as fast as they can"
+    vars(proxy).update(dict.fromkeys(fault))
+    edit(cluster, namespace, 8)
+    wait(lambda: acted(cluster, namespace, 8), 60, "and it goes on")
     assert operator.stop() == 0
     assert "Traceback" not in operator.log
 

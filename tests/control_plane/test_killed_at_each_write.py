@@ -60,7 +60,7 @@ class Mortal:
     def dies(self, number: int, moment: str) -> None:
         self._wrote, self._at = 0, (number, moment)
 
-    def _write(self, _: int, moment: str) -> None:
+    def _write(self, _: int, moment: str, _path: str) -> None:
         self._wrote += moment == "before"
         if (self._wrote, moment) == self._at:
             self.proxy.away = True  # what is on its way from a dead process arrives nowhere

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+import threading
 
+import pytest
+from api_proxy import ApiProxy
 from control_plane_kit import Cluster, Operator, acted, child, edit, resource, settled, wait
 
+BOOT = "chat-boot"
 KINDS = ("deployment", "service", "configmap", "serviceaccount", "secret", "replicaset", "pod")
 
 
@@ -43,6 +47,72 @@ def test_leaders_follow_one_another_and_a_sleeper_writes_nothing(cluster: Cluste
     assert (second.stop(), third.stop()) == (0, 0)
     for operator in (first, second, third):
         assert "Traceback" not in operator.log
+
+
+@pytest.mark.parametrize(("write", "kind", "name"), [
+    (f"/configmaps/{BOOT}", "configmap", BOOT), ("/inferencedeployments/chat/status", "infd", "chat"),
+])
+def test_what_a_sleeper_was_about_to_write_overwrites_nothing(
+    cluster: Cluster, namespace: str, write: str, kind: str, name: str,
+) -> None:
+    """It is stopped between its look at the clock and the arrival of its write: only the API server can refuse that one."""
+    armed, held, go, answered = (threading.Event() for _ in range(4))
+
+    def stop(_: int, moment: str, path: str) -> None:
+        if not path.endswith(write):
+            return
+        if moment == "before" and armed.is_set() and not held.is_set():
+            assert first.process
+            first.process.send_signal(signal.SIGSTOP)
+            held.set()
+            go.wait(120)
+        elif moment == "after" and go.is_set():
+            answered.set()
+
+    with ApiProxy(cluster) as proxy:
+        first = Operator(cluster, namespace, "first", proxy.kubeconfig(namespace)).start()
+        cluster.apply(resource(), namespace)
+        settled(cluster, first, namespace)
+        second = Operator(cluster, namespace, "second").start()
+        wait(lambda: second.metric("weir_operator_leader") == 0)
+        cluster.quiet(first, namespace)
+        proxy.at_write = stop
+        armed.set()
+        edit(cluster, namespace, 4)
+        try:
+            assert held.wait(30), "it is about to write"
+            edit(cluster, namespace, 5)
+            wait(lambda: acted(cluster, namespace, 5), 60, "the second takes over")
+            cluster.quiet(second, namespace)
+            before = cluster.get(kind, name, namespace)["metadata"]["resourceVersion"]
+            go.set()
+            assert answered.wait(30), "the write of the first arrives"
+            assert cluster.get(kind, name, namespace)["metadata"]["resourceVersion"] == before
+        finally:
+            go.set()
+            first.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
+        wait(lambda: first.metric("weir_operator_leader") == 0, why="the sleeper sees that it no longer leads")
+        assert acted(cluster, namespace, 5)
+        assert (first.stop(), second.stop()) == (0, 0)
+    assert "Traceback" not in first.log + second.log
+
+
+def test_a_lease_that_somebody_deletes_is_made_anew_by_who_held_it(cluster: Cluster, namespace: str) -> None:
+    first = Operator(cluster, namespace, "first").start()
+    cluster.apply(resource(), namespace)
+    settled(cluster, first, namespace)
+    second = Operator(cluster, namespace, "second").start()
+    wait(lambda: second.metric("weir_operator_leader") == 0)
+    one, old = holder(cluster, namespace), cluster.get("lease", "weir-operator", namespace)["metadata"]["uid"]
+    cluster.kubectl("delete", "lease", "weir-operator", "-n", namespace)
+    wait(lambda: cluster.get("lease", "weir-operator", namespace)["metadata"]["uid"] != old, why="there is one again")
+    assert holder(cluster, namespace) == one
+    edit(cluster, namespace, 5)
+    wait(lambda: acted(cluster, namespace, 5), why="it goes on")
+    assert (first.metric("weir_operator_leader"), second.metric("weir_operator_leader")) == (1, 0)
+    assert second.metric("weir_operator_takeovers_total") == 0
+    assert (first.stop(), second.stop()) == (0, 0)
+    assert "Traceback" not in first.log + second.log
 
 
 def test_deleting_it_leaves_nothing_even_with_the_operator_gone(cluster: Cluster, namespace: str) -> None:

@@ -73,6 +73,22 @@ async def turn(loop: LeaseLoop) -> None:
         await loop._turn()
 
 
+async def test_a_lease_that_is_deleted_is_made_anew_by_who_holds_it(bench: Bench) -> None:
+    a, b = bench.replica("a"), bench.replica("b")
+    await turn(a)
+    await turn(b)
+    bench.server.lease = None
+    await turn(b)
+    assert (a.held(), b.held(), bench.server.lease) == (True, False, None), "two would write until the first one looks"
+    await turn(a)
+    await turn(b)
+    assert (a.held(), b.held()) == (True, False)
+    bench.server.lease = None
+    bench.now += LEASE_SECONDS  # and if that one is gone, too
+    await turn(b)
+    assert (a.held(), b.held(), bench.led) == (False, True, ["a", "b"])
+
+
 async def test_the_hold_ends_before_another_may_take_it(bench: Bench) -> None:
     a, b = bench.replica("a"), bench.replica("b")
     await turn(a)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import io
 import json
@@ -21,9 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from weir_operator.api.conditions import CATALOGUE
 from weir_operator.io import logs, metrics
-from weir_operator.io.kube import APPLY, MERGE, Unreachable, path
+from weir_operator.io.apply import NotLeader
+from weir_operator.io.kube import APPLY, MERGE, ApiError, Unreachable, path
 from weir_operator.loops import tuner
-from weir_operator.loops.events import BURST, REFILL_SECONDS, REPEAT_SECONDS, Recorder
+from weir_operator.loops.events import BURST, MOST_WAITING, REFILL_SECONDS, REPEAT_SECONDS, Recorder
 from weir_operator.loops.steering import Pod
 from weir_operator.loops.store import Store
 from weir_operator.loops.tuner import _show_reading
@@ -153,6 +155,19 @@ def test_a_traceback_is_one_value_of_its_line() -> None:
     assert line(fail)["error"].endswith("ValueError: no")
 
 
+def test_the_catalogue_of_log_events_is_what_the_code_says_and_each_line_keeps_to_the_keys() -> None:
+    found = set()
+    for file in Path(logs.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Dict) or file == Path(logs.__file__):
+                continue
+            said = {k.value: v for k, v in zip(node.keys, node.values, strict=True) if isinstance(k, ast.Constant)}
+            if "event" in said:
+                found.add(ast.literal_eval(said["event"]))
+                assert said.keys() <= logs.KEYS.keys(), f"{file}:{node.lineno}"
+    assert found == {word for word, _ in logs.EVENTS}
+
+
 @pytest.mark.parametrize("style", ["json", "text"])
 def test_an_operator_that_cannot_begin_says_why_in_its_last_line(style: str, tmp_path: Path) -> None:
     environment = {**os.environ, "KUBECONFIG": str(tmp_path / "none"), "HOME": str(tmp_path)}
@@ -211,12 +226,12 @@ class Api:
 
     def __init__(self) -> None:
         self.written: list[tuple[str, str, str, int]] = []
-        self.fails = False
+        self.fails: Exception | None = None
 
     async def event(self, raw: Any, reason: str, message: str, warning: bool, times: int) -> None:
-        if self.fails:
-            self.fails = False
-            raise Unreachable("gone")
+        if fails := self.fails:
+            self.fails = None
+            raise fails
         self.written.append((raw["metadata"]["uid"], reason, message, times))
 
 
@@ -270,11 +285,30 @@ async def test_one_resource_does_not_use_up_the_room_of_another() -> None:
     assert (await bench.written())[-1] == ("v", "KnobsMoved", "other", 1)
 
 
-async def test_a_lost_event_ends_nothing() -> None:
+@pytest.mark.parametrize("why", [Unreachable("gone"), NotLeader("lost"), ApiError(403, "Forbidden", "no")])
+async def test_a_lost_event_ends_nothing_and_is_told_with_the_next(why: Exception) -> None:
     bench = Bench()
-    bench.api.fails = True
+    bench.api.fails = why
     lost = metrics.EVENTS.labels("lost")._value.get()
     bench.tell("Serving", "a")
     bench.tell("CrashLooping", "b")
     assert await bench.written() == [("u", "CrashLooping", "b", 1)]
     assert metrics.EVENTS.labels("lost")._value.get() == lost + 1
+    bench.tell("Serving", "a")
+    assert await bench.written() == [("u", "Serving", "a", 2)], "it is news as it was, and counts for both"
+
+
+async def test_what_finds_no_place_among_those_that_wait_is_told_with_the_next() -> None:
+    """As where a node goes with the pods of hundreds of resources."""
+    bench, uids = Bench(), [f"u{i}" for i in range(MOST_WAITING + 144)]
+    for uid in uids:
+        bench.tell("ProbeFailing", "no longer answers", uid, warning=True)
+    first = await bench.written()
+    for uid in uids:
+        bench.tell("ProbeFailing", "no longer answers", uid, warning=True)
+    second = await bench.written()
+    assert [uid for uid, *_ in first] == uids[:MOST_WAITING]
+    assert second == [(uid, "ProbeFailing", "no longer answers", 2) for uid in uids[MOST_WAITING:]]
+    for i in range(BURST - 1):  # and it has used no room
+        bench.tell("ProbeFailing", str(i), uids[-1], warning=True)
+    assert len(await bench.written()) == BURST - 1

@@ -171,7 +171,7 @@ class Loaded:
         self.wish, self.taken, self.generation, self.more, self.saved = dict(OWN), 2, 1, {}, SAVED
         self.passed: int | None = None  # the generation of the last pass, where that is behind
         bench.loop._subjects = lambda: [self.subject()]
-        self.rounds = Rounds()
+        self.rounds = Rounds(lambda: bench.now)
 
     def subject(self) -> Subject:
         status = {"observedGeneration": self.passed or self.generation}

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from fake_server import BOOT, FakeServer
+from fake_server import BOOT, FakeServer, until
 from prometheus_client import REGISTRY
 
 from weir_operator.io import scrape
@@ -54,6 +54,9 @@ class News:
 
     def polled(self, subject: Subject, round_: Round) -> None:
         self.rounds.append(round_)
+
+    def forgotten(self, key: str) -> None:
+        pass
 
 
 class Law:
@@ -442,6 +445,35 @@ async def test_many_pods_that_hang_do_not_silence_one_that_answers(
     assert answer.instance == server.board.instance
 
 
+async def test_hundreds_of_pods_that_hang_hold_nobody_elses_poll_back(
+    server: FakeServer, bench: Bench, monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As behind a network policy that drops what is sent, or on a node that is gone. Each has an address of its own."""
+    monkeypatch.setattr(scrape, "TIMEOUT_SECONDS", 60.0)
+    held, asked = asyncio.Event(), set[str]()
+    names = {f"127.9.{i // 250}.{1 + i % 250}" for i in range(300)}
+
+    async def hang(request: web.Request) -> None:
+        asked.add(request.host.split(":")[0])
+        await held.wait()
+
+    async with FakeServer("0.0.0.0") as black, ControlClient() as client:
+        black.behave = hang
+        hanging = tuple(Endpoint(name, url_for(name, black.port), black.token) for name in sorted(names))
+        subjects = [Subject("ns/black", bench.resource, hanging), Subject("ns/chat", bench.resource, (server.endpoint(),))]
+        bench.client = client
+        bench.fresh()
+        bench.loop._subjects = lambda: subjects
+        polling = asyncio.create_task(bench.loop.once())
+        await until(lambda: bench.news.rounds)
+        await until(lambda: asked == names)
+        [first] = bench.news.rounds
+        assert first.pods.keys() == {"chat-0"} and first.pods["chat-0"].polls[-1].window
+        held.set()
+        await polling
+    assert bench.news.rounds[-1].pods.keys() == names
+
+
 async def _status(status: int) -> web.Response:
     return web.json_response({"error": "x"}, status=status)
 
@@ -522,13 +554,17 @@ async def test_polls_of_many_deployments_are_spread_and_each_keeps_its_distance(
         assert 50 < sum(low / 10 <= p < (low + 1) / 10 for p in phases) < 150
 
 
-async def test_another_contract_is_left_alone(server: FakeServer, bench: Bench) -> None:
-    async def other(request: web.Request) -> Any:
+def _of_another_contract(server: FakeServer) -> Any:
+    async def behave(request: web.Request) -> Any:
         if request.path != "/control/state":
             return None
         return web.json_response({**server.state().to_wire(), "contract": {"major": 2, "minor": 0}})
 
-    server.behave, bench.law.moves = other, [{"max_batch_size": 9.0}]
+    return behave
+
+
+async def test_another_contract_is_left_alone(server: FakeServer, bench: Bench) -> None:
+    server.behave, bench.law.moves = _of_another_contract(server), [{"max_batch_size": 9.0}]
     await bench.poll()
     assert server.puts == []
     assert bench.news.reports[-1].other_contract == ("chat-0",)
@@ -544,6 +580,26 @@ async def test_reports_come_on_change_and_not_too_often(server: FakeServer, benc
     assert len(bench.news.reports) <= 3
     outcomes = [h["outcome"] for h in bench.news.reports[-1].status["history"]]
     assert outcomes.count("Moved") == 2
+
+
+async def test_what_a_report_says_of_its_pods_is_worth_a_write_whatever_it_is(server: FakeServer, bench: Bench) -> None:
+    """A pod that turns unready, or speaks another contract, changes nothing else that is said."""
+    for _ in range(2):
+        await bench.poll(40.0)
+    assert [(r.ready, r.answering) for r in bench.news.reports] == [(1, 1)]
+    bench.endpoints = [replace(e, ready=False) for e in bench.endpoints]
+    await bench.poll(40.0)
+    assert (bench.news.reports[-1].ready, bench.news.reports[-1].answering) == (0, 0)
+    server.behave = _of_another_contract(server)
+    server.restart()
+    await bench.poll(40.0)
+    assert bench.news.reports[-1].other_contract == ("chat-0",)
+    for _ in range(3):
+        await bench.poll(40.0)  # its knobs are old news by then
+    written = len(bench.news.reports)
+    for _ in range(5):
+        await bench.poll(40.0)
+    assert len(bench.news.reports) == written, "and nothing is written for what does not change"
 
 
 async def test_history_is_bounded_and_does_not_repeat_itself(bench: Bench) -> None:

@@ -8,6 +8,7 @@ import gc
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,7 +60,7 @@ def made_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return set_parts
 
 
-def watched(times: int) -> None:
+def watched(times: int, connection: Configuration = Configuration()) -> None:  # noqa: B008
     """Watch until they have been begun so often, then stop; the stop ends it."""
 
     async def served() -> bool:
@@ -73,10 +74,10 @@ def watched(times: int) -> None:
         nonlocal enough
         enough, stop, queue = asyncio.Event(), asyncio.Event(), WorkQueue(lambda _key: asyncio.sleep(0, 0.0))
         resync = Resync(cast(Any, None), queue, ["ns"])
-        task = asyncio.create_task(watches.watch(Configuration(), served, Store(), queue, resync, stop))
+        task = asyncio.create_task(watches.watch(connection, served, Store(), queue, resync, stop))
         await asyncio.wait_for(enough.wait(), 20)
         stop.set()
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 20)
 
     enough = asyncio.Event()
     asyncio.run(watching())
@@ -102,6 +103,29 @@ def test_what_ended_the_watches_is_said(made_of: Callable[..., None], caplog: py
     made_of(ends_at_once)
     watched(2)
     assert "PermanentError: a definition is gone" in caplog.text
+
+
+def test_credentials_that_are_refused_end_the_watches_which_begin_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:
+    """kopf asks for others at once, and would go on so without a pause."""
+    monkeypatch.setattr(watches, "AGAIN_SECONDS", 0.01)
+
+    class Refuses(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refuses) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        connection = Configuration(host=f"http://127.0.0.1:{server.server_port}")
+        connection.api_key["BearerToken"] = "old"
+        watched(2, connection)
+        server.shutdown()
+    assert "Ran out of valid credentials" in caplog.text
 
 
 @pytest.mark.parametrize("hearing", [deaf, hard_of_hearing])

@@ -18,6 +18,7 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
 
+import aiohttp
 import kopf
 from kubernetes.aio.client import Configuration
 
@@ -30,12 +31,14 @@ from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Store, key_of, owner_
 SILENT_SECONDS = 70.0
 """The API server sends a bookmark every minute: a watch that says nothing for longer is dead, and is begun anew."""
 AGAIN_SECONDS = 2.0
-"""Between the end of the watches, or a look for a definition that is not there, and the next beginning."""
+"""Between the end of the watches, or of one that cannot go on, or a look for a definition that is not there, and the next
+beginning."""
 END_SECONDS, TURNS, TURN_SECONDS = 9.0, 3, 1.0
 """From a stop, or from the end of one of kopf's parts, to its own end: it gives 5 seconds to what it calls hung. Then how
 often, and for how long, what is left is cancelled."""
 log = logging.getLogger(__name__)
 _CHILDREN = {kind: resource_of(kind) for kind in ("Pod", *CHILD_KINDS)}
+_PLURALS = {names.PLURAL, *(plural for _group, _version, plural in _CHILDREN.values())}
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
@@ -58,6 +61,7 @@ def _settings() -> kopf.OperatorSettings:
     settings.scanning.disabled = True
     settings.watching.server_timeout, settings.watching.client_timeout, settings.watching.connect_timeout = 300, 310, 30
     settings.watching.inactivity_timeout = SILENT_SECONDS
+    settings.watching.reconnect_backoff = AGAIN_SECONDS  # before another list, not before each watch
     settings.networking.request_timeout = REQUEST_SECONDS  # of a list: no watch begins before it
     settings.networking.error_backoffs = [delay * random.uniform(0.8, 1.2) for delay in (1, 1, 2, 3, 5, 8, 13, 21)]
     settings.process.ultimate_exiting_timeout = None  # the process is ours; it would be killed with every task in it
@@ -70,15 +74,10 @@ def _settings() -> kopf.OperatorSettings:
     return settings
 
 
-def _registry(store: Store, queue: WorkQueue, login: Any, missed: Callable[[], None]) -> kopf.OperatorRegistry:
-    """Handlers that hand each event over to the event loop that this is called in.
-
-    A watch that is too old to go on (410 Gone) begins with a list again, by itself and without a word: an object that is listed
-    a second time tells of it.
-    """
+def _registry(store: Store, queue: WorkQueue, connection: Configuration, missed: Callable[[], None]) -> kopf.OperatorRegistry:
+    """Handlers that hand each event over to the event loop that this is called in."""
     registry, ours = kopf.OperatorRegistry(), asyncio.get_running_loop()
-    kopf.on.login(registry=registry)(login)
-    listed: dict[str, set[str]] = {}
+    kopf.on.login(registry=registry)(_login(connection, lambda: ours.call_soon_threadsafe(missed)))
 
     def watcher(kind: str) -> Callable[..., Any]:
         def told(obj: Any, deleted: bool) -> None:
@@ -89,13 +88,7 @@ def _registry(store: Store, queue: WorkQueue, login: Any, missed: Callable[[], N
                 queue.add(key)
 
         async def seen(event: Any, **_: Any) -> None:
-            obj, of_kind = event["object"], listed.setdefault(kind, set())
-            ours.call_soon_threadsafe(told, obj, event["type"] == "DELETED")
-            if event["type"] is None:
-                if obj["metadata"]["uid"] in of_kind:
-                    of_kind.clear()
-                    ours.call_soon_threadsafe(missed)
-                of_kind.add(obj["metadata"]["uid"])
+            ours.call_soon_threadsafe(told, event["object"], event["type"] == "DELETED")
 
         return seen
 
@@ -107,18 +100,48 @@ def _registry(store: Store, queue: WorkQueue, login: Any, missed: Callable[[], N
     return registry
 
 
-def _login(connection: Configuration) -> Callable[..., Any]:
-    """kopf takes its credentials from the same configuration as our own client, and reads a renewed token at each login."""
+def _listed_anew(missed: Callable[[], object]) -> aiohttp.TraceConfig:
+    """Calls `missed` whenever kopf lists something again. A watch that is too old to go on (410 Gone) begins with a list, by
+    itself and without a word, and where nothing is left of a kind no event tells of it."""
+    listed: set[str] = set()
 
-    async def login(**_: Any) -> kopf.ConnectionInfo:
+    async def answered(_session: aiohttp.ClientSession, _context: object, asked: aiohttp.TraceRequestEndParams) -> None:
+        where, query = asked.url.path, asked.url.query
+        if asked.response.status != 200 or where.rpartition("/")[2] not in _PLURALS or {"watch", "continue"} & query.keys():
+            return
+        if where in listed:
+            missed()
+        listed.add(where)
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_end.append(answered)
+    return trace
+
+
+def _login(connection: Configuration, missed: Callable[[], object]) -> Callable[..., Any]:
+    """kopf takes its credentials from the same configuration as our own client, and reads a renewed token at each login. Its
+    connections are ours, so that we see when it lists. It asks again when the API server refuses the credentials: where there
+    are no others it is given the same connections, by which it knows those that were refused, and ends."""
+    trace = _listed_anew(missed)
+    of: kopf.ConnectionInfo | None = None
+    given: kopf.AiohttpSession | None = None
+
+    async def login(**_: Any) -> kopf.AiohttpSession:
+        nonlocal of, given
         bearer = await connection.get_api_key_with_prefix("BearerToken")
         scheme, _space, token = (bearer or "").rpartition(" ")
-        return kopf.ConnectionInfo(
+        info = kopf.ConnectionInfo(
             server=connection.host, ca_path=connection.ssl_ca_cert, insecure=not connection.verify_ssl,
             username=connection.username or None, password=connection.password or None,
             scheme=scheme or None, token=token or None, certificate_path=connection.cert_file,
-            private_key_path=connection.key_file, proxy_url=connection.proxy, trust_env=False,
+            private_key_path=connection.key_file,
         )
+        if given is None or info != of:
+            of, given = info, kopf.AiohttpSession(server=connection.host, aiohttp_session=aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0, ssl=info.as_ssl_context()), headers=info.as_http_headers(),
+                proxy=connection.proxy, trust_env=False, trace_configs=[trace],
+            ))
+        return given
 
     return login
 
@@ -141,7 +164,7 @@ async def watch(
                     resync.soon()
                 begun = True
                 resync.rescoped.clear()
-                registry = _registry(store, queue, _login(connection), resync.soon)
+                registry = _registry(store, queue, connection, resync.soon)
                 await _until((stop, resync.rescoped), registry, resync.namespaces)
         except (ApiError, Unreachable) as e:
             log.warning("the watches do not begin yet: %s", e)

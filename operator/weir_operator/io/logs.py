@@ -13,11 +13,23 @@ from datetime import UTC, datetime
 from typing import Any
 
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+EVENTS = (
+    ("decision", "Knobs of a pod, or the number of pods, were decided anew."),
+    ("retry", "A pass over a resource could not end, and is made again."),
+    ("left", "The resource is left to another operator, which serves it, too."),
+    ("event-lost", "An Event of a resource could not be written."),
+    ("leading", "This replica leads from now on."),
+    ("lease-trouble", "The Lease could not be read, renewed or given back."),
+    ("lease-released", "The Lease was given back, at the end of the process."),
+    ("resync-failed", "Listing everything did not work; what is wrong is also said at `/readyz`."),
+    ("namespace-lost", "A namespace cannot be listed: nothing is served there until it can."),
+    ("namespace-back", "It can be listed again, and is served."),
+    ("watches-ended", "The watches have ended and begin again."),
+    ("ended", "The operator gave up, with exit status 2."),
+)
+"""What `event` may say, in words for documentation."""
 KEYS = {
-    "event": (
-        "What happened: `decision`, `retry`, `leading`, `lease-trouble`, `lease-released`, `resync-failed`, `event-lost`, "
-        "`ended` (it gave up, exit status 2)."
-    ),
+    "event": "What happened, in one word: see below.",
     "resource": "The InferenceDeployment, as namespace/name.",
     "pod": "The pod that a decision is about.",
     "rule": "The rule of the law that decided.",
@@ -43,7 +55,7 @@ class JsonLines(logging.Formatter):
 
 
 def reference() -> str:
-    """The keys as a section of documentation."""
+    """The keys, and the words of `event`, as a section of documentation."""
     head = """## Log lines
 
 With `--log-format json` (the chart's default) one JSON object a line. `time`, `level`, `logger` and `message` are in each;
@@ -52,7 +64,8 @@ With `--log-format json` (the chart's default) one JSON object a line. `time`, `
 | key | meaning |
 |---|---|
 """
-    return head + "".join(f"| `{key}` | {text} |\n" for key, text in KEYS.items())
+    keys, words = ("".join(f"| `{name}` | {text} |\n" for name, text in table) for table in (KEYS.items(), EVENTS))
+    return f"{head}{keys}\n| `event` | meaning |\n|---|---|\n{words}"
 
 
 def setup(style: str) -> None:

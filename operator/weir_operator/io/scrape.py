@@ -16,7 +16,10 @@ from weir_server.contract import CONTRACT_MAJOR, ControlState, KnobsRequest, Win
 TIMEOUT_SECONDS = 2.0
 MAX_ANSWER_BYTES = 256 * 1024
 """A window is 8 KB at most; a pod that answers with more is not read to its end."""
-CONCURRENT = 64
+CONCURRENT = 512
+"""Requests at once. One that hangs holds its turn for TIMEOUT_SECONDS: up to so many that hang cost the others nothing, and as
+many more hold every poll back by that time. Reason for no more: all of them may answer at once, which takes half a second of
+this process and must end in the time that each has; and a process may often open 1024 files and no more."""
 
 
 @dataclass(frozen=True, slots=True)

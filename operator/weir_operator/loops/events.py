@@ -2,8 +2,9 @@
 
 Bounds: a resource may cause BURST warnings at once and one more every REFILL_SECONDS, and as many other Events, so that moves
 hide no fault: under one a minute, whatever happens to it. A message that was just written for the same reason is no news for
-REPEAT_SECONDS. What is held back is counted, and added to the count of the next Event of its reason. At most MOST_WAITING wait
-to be written; no pass waits for an Event, and a lost one is no error.
+REPEAT_SECONDS. At most MOST_WAITING wait to be written, and what finds no place is held back, too. What is held back, and what
+is lost on its way, is counted, and added to the count of the next Event of its reason; the same message is news again then. No
+pass waits for an Event, and a lost one is no error: it has used its room, since it has cost a request.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FORGET_SECONDS = 3600.0
 
 @dataclass(slots=True)
 class _Series:
-    """Events of one reason: the last one written, and how many were held since."""
+    """Events of one reason: the last one written, and how many were held, or lost, since."""
 
     message: str
     at: float
@@ -53,11 +54,10 @@ class Recorder:
 
     def tell(self, raw: Mapping[str, Any], reason: str, message: str, warning: bool = False) -> None:
         """Have an Event written, if it is news and there is room for it."""
-        count = self._admitted((raw["metadata"]["uid"], warning), reason, message, self._clock())
-        if not count or self._waiting.full():
+        if count := self._admitted((raw["metadata"]["uid"], warning), reason, message, self._clock()):
+            self._waiting.put_nowait((raw, reason, message, warning, count))
+        else:
             EVENTS.labels("held").inc()
-            return
-        self._waiting.put_nowait((raw, reason, message, warning, count))
 
     def _admitted(self, key: tuple[str, bool], reason: str, message: str, now: float) -> int:
         """How many Events the next one stands for, itself included; 0: it is held back."""
@@ -66,7 +66,7 @@ class Recorder:
         told.room, told.at = min(float(BURST), told.room + (now - told.at) / REFILL_SECONDS), now
         series = told.series.get(reason)
         repeated = series is not None and series.message == message and now - series.at < REPEAT_SECONDS
-        if repeated or told.room < 1:
+        if repeated or told.room < 1 or self._waiting.full():
             if series is None:
                 series = told.series[reason] = _Series("", now)
             series.held += 1
@@ -74,6 +74,13 @@ class Recorder:
         told.room -= 1
         told.series[reason] = _Series(message, now)
         return 1 + (series.held if series else 0)
+
+    def _lost(self, key: tuple[str, bool], reason: str, message: str, count: int) -> None:
+        told = self._told.get(key)
+        if told and (series := told.series.get(reason)):
+            series.held += count
+            if series.message == message:
+                series.message = ""
 
     def _forget(self, now: float) -> None:
         if len(self._told) > MOST_WAITING:
@@ -89,5 +96,6 @@ class Recorder:
             except (ApiError, NotLeader, Unreachable) as e:
                 EVENTS.labels("lost").inc()
                 meta = raw["metadata"]
+                self._lost((meta["uid"], warning), reason, message, count)
                 log.warning("event %s for %s not written: %s", reason, meta["name"], e,
                             extra={"event": "event-lost", "resource": f"{meta['namespace']}/{meta['name']}"})

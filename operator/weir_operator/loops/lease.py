@@ -2,9 +2,9 @@
 
 Bounds: a leader stops writing LEASE_SECONDS − MARGIN after its last successful renewal, by a clock that runs while it is
 stopped (CLOCK_BOOTTIME where there is one), and another takes over LEASE_SECONDS after that renewal as seen on its own
-clock; so two never write at once, since a write is given up when the hold ends. A renewal that gets no answer in TURN_SECONDS
-is tried once more, over another connection, before the hold ends. On SIGTERM the Lease is given back, and the other leads
-within RETRY_SECONDS.
+clock, also where somebody deletes the Lease; so two never write at once, since a write is given up when the hold ends. A
+renewal that gets no answer in TURN_SECONDS is tried once more, over another connection, before the hold ends. On SIGTERM the
+Lease is given back, and the other leads within RETRY_SECONDS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LeaseLoop:
         self._until = 0.0
         self._epoch: int | None = None
         self._lease: dict[str, Any] | None = None
-        self._seen: tuple[str, float] = ("", 0.0)  # resourceVersion of another's lease, and when it was first seen
+        self._seen: tuple[str, float] = ("", -LEASE_SECONDS)  # resourceVersion of another's lease, and when it was first seen
 
     def held(self) -> bool:
         """May this process write now?"""
@@ -82,6 +82,8 @@ class LeaseLoop:
         asked = clock()
         lease = await self._kube.get("Lease", self._namespace, self._name)
         if lease is None:
+            if not self.held() and clock() - self._seen[1] < LEASE_SECONDS:
+                return  # somebody deleted it, and who holds it does not know yet
             await self._prepare()
             lease = await self._writer.create_lease(self._namespace, self._name, self._spec(0, None))
             self._hold(lease, asked)

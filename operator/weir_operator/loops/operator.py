@@ -64,8 +64,11 @@ def own_namespace() -> str:
 class ClusterSink:
     """Reports go to the status by way of a pass; moves become Events."""
 
-    def __init__(self, reconciler: Reconciler, queue: WorkQueue, store: Store, listeners: Sequence[Heard]) -> None:
-        self._reconciler, self._queue, self._store, self._listeners = reconciler, queue, store, listeners
+    def __init__(
+        self, reconciler: Reconciler, queue: WorkQueue, store: Store, rounds: Rounds, listeners: Sequence[Heard],
+    ) -> None:
+        self._reconciler, self._queue, self._store, self._rounds = reconciler, queue, store, rounds
+        self._listeners = (rounds.heard, *listeners)
 
     def publish(self, subject: Subject, news: TuningReport) -> None:
         self._reconciler.reports[subject.identity] = news
@@ -83,6 +86,9 @@ class ClusterSink:
         if raw is not None and (count := round_.count) and count.decision.outcome and count.changed:
             said = f"{count.before} → {count.decision.desired}: {count.decision.reason}"
             self._reconciler.events.tell(raw, count.decision.outcome.value, said)
+
+    def forgotten(self, key: str) -> None:
+        self._rounds.forgotten(key)
 
 
 class Subjects:
@@ -187,7 +193,7 @@ async def run(
     health = await serve(settings.health_port, healthy, lambda: healthy() or resync.wrong, rounds.explained)
     try:
         async with ControlClient() as client:
-            sink = ClusterSink(reconciler, queue, store, (rounds.heard, *listeners))
+            sink = ClusterSink(reconciler, queue, store, rounds, listeners)
             subjects = Subjects(store, lambda uid: pod_token(reconciler.key, uid), reconciler.claims.holds)
             tuner = TunerLoop(client, subjects, lease.epoch, sink, replace(settings.tuner, spread=SPREAD))
             writers = [

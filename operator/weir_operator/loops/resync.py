@@ -61,9 +61,10 @@ class Resync:
 
     def _serve_without(self, lost: frozenset[str]) -> None:
         """One namespace that is gone, or whose rights are, must not take the others with it."""
-        for name in sorted(lost ^ self.lost):
-            said = "cannot be listed, and nothing is served there until it can" if name in lost else "is served again"
-            log.warning("namespace %s %s", name, said, extra={"event": "namespace-lost" if name in lost else "namespace-back"})
+        for name in sorted(lost - self.lost):
+            log.warning("namespace %s cannot be listed: nothing is served there now", name, extra={"event": "namespace-lost"})
+        for name in sorted(self.lost - lost):
+            log.warning("namespace %s can be listed, and is served again", name, extra={"event": "namespace-back"})
         if lost != self.lost:
             self.lost = lost
             self.rescoped.set()

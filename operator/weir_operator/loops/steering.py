@@ -17,6 +17,7 @@ from weir_operator.api.types import InferenceDeployment
 from weir_operator.io.scrape import ControlClient, Endpoint, OtherContract, Refused, Silent
 from weir_operator.loops.replicas import Count
 from weir_operator.plan.args import initial_knobs
+from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.tuning import MIN_FINISHED
 from weir_operator.tuner.envelope import Proposal
 from weir_operator.tuner.types import Move, PodView, Poll, Record, TunerSpec, TunerState
@@ -78,7 +79,7 @@ class Steering:
     pods: dict[str, Pod] = field(default_factory=dict)
     outcomes: dict[str, Record] = field(default_factory=dict)
     published_at: float | None = None
-    published: dict[str, Any] = field(default_factory=dict)
+    published: TuningReport | None = None  # what of it is worth a write
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any]) -> Steering:

@@ -12,7 +12,7 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from prometheus_client import Gauge
@@ -90,6 +90,7 @@ class Sink(Protocol):
 
     def polled(self, subject: Subject, round_: Round) -> None: ...
     def publish(self, subject: Subject, news: TuningReport) -> None: ...
+    def forgotten(self, key: str) -> None: ...
 
 
 def _show(key: str, name: str, pod: Pod | None) -> None:
@@ -122,8 +123,8 @@ def _show_number(key: str, name: Gauge, value: float | None) -> None:
 
 
 class TunerLoop:
-    """Steers every subject each poll interval. One that fails does not touch the others; one that hangs holds back the next
-    poll of all of them, by the few seconds that a request may take."""
+    """Steers every subject each poll interval. One that fails does not touch the others; one that hangs takes no more of the
+    interval than the spread leaves, unless more pods hang than are asked at once (`scrape.CONCURRENT`)."""
 
     def __init__(
         self, client: ControlClient, subjects: Callable[[], Iterable[Subject]], epoch: Callable[[], int | None], sink: Sink,
@@ -150,6 +151,7 @@ class TunerLoop:
         for gone in set(self._steerings) - known:
             for pod in self._steerings.pop(gone).pods:
                 _show(gone[0], pod, None)
+            self._sink.forgotten(gone[0])
             _show_reading(gone[0], [], self._clock())
             for gauge in (REPLICAS, LOAD):
                 _show_number(gone[0], gauge, None)
@@ -257,7 +259,7 @@ class TunerLoop:
     def _publish(self, subject: Subject, steering: Steering, now: float) -> None:
         """Report when something worth a write changed, not too often; another number of pods is not held back."""
         pods, count, wait = steering.pods, steering.count, self._settings.report_every
-        urgent = count.wanted != steering.published.get("desired")
+        urgent = count.wanted != (steering.published.desired if steering.published else None)
         if steering.published_at is not None and now - steering.published_at < wait and not urgent:
             return
         count.leaving = tuple(name for name in count.leaving if name in pods)
@@ -271,10 +273,7 @@ class TunerLoop:
         news = proposed(news, steering.proposal.standing)
         if count.wanted is not None:
             news = counted(news, count.wanted, count.last, count.state, count.status(), count.generation)
-        seen = {
-            "tuning": visible(news.status), "silent": news.silent, "refusing": news.refusing, "drift": news.drift,
-            "desired": news.desired, "generation": news.generation,
-        }
-        if seen != steering.published:
-            steering.published, steering.published_at = seen, now
+        worth = replace(news, status=visible(news.status), reason="")  # a reason has figures in it, other ones at each tick
+        if worth != steering.published:
+            steering.published, steering.published_at = worth, now
             self._sink.publish(subject, news)

@@ -117,6 +117,9 @@ class _Local:
             for name, r in seen.items():
                 print(line(name, r, round_.spec, self._records.get(name)), flush=True)
 
+    def forgotten(self, key: str) -> None:
+        self._rounds.forgotten(key)
+
     # ------------------------------------------------------------------ status and display
 
     def _draw(self, subject: Subject, round_: Round, seen: Any) -> None:
