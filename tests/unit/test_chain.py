@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -10,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_plants import walk, wrong
 
-from weir_operator.tuner import chain, plant
+from weir_operator.simulate.load import Arrival
+from weir_operator.simulate.port import PodSetup
+from weir_operator.simulate.twin import Twin
+from weir_operator.tuner import chain, learn, plant
 from weir_operator.tuner.chain import Model, goodputs, predict
 from weir_operator.tuner.setpoint import SURGE, Reach, certain, choose
 from weir_operator.tuner.types import Mix
-from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Plant, hist_index
+from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Knobs, Plant, Slo, hist_index
 
 ONE = {hist_index(1.0): 100.0}
 CPU = Plant(0.042, 0.0032, 1e-6, 0.002, 64)
@@ -95,20 +99,22 @@ def drawn(model: Model, ttft: float, tpot: float, batch: int, depth: int, seed: 
     """Goodput of the same pod by drawing arrivals and departures one by one."""
     rng = random.Random(seed)
     p, m = model.plant, model.mix
-    lam, y = m.offered, [p.a + (p.b + p.c * m.context + p.p * m.prefill) * n for n in range(batch + 1)]
+    clumps, again = m.offered / m.clump, 1 - 1 / m.clump
+    y = [p.a + (p.b + p.c * m.context + p.p * m.prefill) * n for n in range(batch + 1)]
     rate = [n / (m.output * y[n]) for n in range(batch + 1)]
     present, t, queue, good = 0, 0.0, [], 0
     for _ in range(events):
-        total = lam + rate[min(present, batch)]
+        total = clumps + rate[min(present, batch)]
         t += rng.expovariate(total)
-        if rng.random() * total < lam:
-            if present < batch:
-                good += y[present + 1] <= tpot
-            elif present < batch + depth:
-                queue.append(t)
-            else:
-                continue
-            present += 1
+        if rng.random() * total < clumps:
+            more = True
+            while more:
+                if present < batch:
+                    good += y[present + 1] <= tpot
+                elif present < batch + depth:
+                    queue.append(t)
+                present = min(present + 1, batch + depth)
+                more = rng.random() < again
         else:
             present -= 1
             if queue:
@@ -122,6 +128,33 @@ def test_predicted_goodput_is_what_drawing_gives(batch, depth, offered):
     expected = drawn(model, 4.0, 9.0, batch, depth, seed=batch)
     assert goodputs(model, 4.0, 9.0, batch, depth)[depth] == pytest.approx(expected, rel=0.03)
     assert predict(model, 4.0, 9.0, batch, depth).goodput == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(("batch", "depth", "clump"), [(3, 2, 4.0), (8, 4, 2.0), (6, 9, 8.0), (1, 0, 3.0)])
+def test_rows_in_clumps_are_what_drawing_them_gives(batch, depth, clump):
+    model = Model(CPU, replace(MIX, offered=1.2, quantiles=(1.2,), clump=clump), {0: 1.0}, {})
+    expected = drawn(model, 4.0, 9.0, batch, depth, seed=batch)
+    assert goodputs(model, 4.0, 9.0, batch, depth)[depth] == pytest.approx(expected, rel=0.03)
+    alone = goodputs(replace(model, mix=replace(model.mix, clump=1.0)), 4.0, 9.0, batch, depth)[depth]
+    assert alone > 1.04 * expected, "and that is another number"
+
+
+def test_a_clump_is_as_large_as_what_is_refused_says():
+    rng, counts = random.Random(1), (1, 6)
+    setup = PodSetup(CPU, Slo(4.0, 0.3), Knobs(6, None, 0.01, 3), (1, 64), (1, 1024), kv_blocks=4000, context=2048)
+    found = {}
+    for size in counts:
+        times = itertools.accumulate(rng.expovariate(1.5 / size) for _ in range(1800 // size))
+        twin, windows = Twin(setup, True), []
+        twin.inbox.extend(Arrival(at, 128, 64) for at in times for _ in range(size))
+        for at in range(0, 600, 5):
+            twin.run(float(at))
+            windows.append(twin.window())
+        pod = Model(CPU, replace(MIX, offered=1.5, quantiles=(1.5,)), ONE, {hist_index(2.0): 10.0})
+        found[size] = learn._clump(pod, windows)
+        moved = [*windows[:60], *(replace(w, effective=replace(w.effective, max_queue_depth=4)) for w in windows[60:63])]
+        assert learn._clump(pod, moved) == 1.0, "too little is known since the knobs were set"
+    assert found[1] == 1.0 and 2.0 < found[6] < 12.0
 
 
 def test_all_depths_come_from_one_pass():
