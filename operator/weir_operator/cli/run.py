@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import uvloop
+
 from weir_operator.api import names
 from weir_operator.cli.decision_log import DecisionLog
 from weir_operator.handlers.watches import watch
@@ -32,7 +34,7 @@ def run_operator(
     setup(log_format)
     settings = OperatorSettings(server_image, namespaces, own_namespace(), lease_name, health_port, tuner)
     try:
-        asyncio.run(_run(settings, _listeners(decision_log)))
+        uvloop.run(_run(settings, _listeners(decision_log)))
         return 0
     except (Unreachable, KeyUnusable) as e:
         sentence = str(e)

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import aiohttp
 import kopf
+import uvloop
 from kubernetes.aio.client import Configuration
 
 from weir_operator.api import names
@@ -176,7 +177,7 @@ async def watch(
 
 async def _until(ends: Sequence[asyncio.Event], registry: kopf.OperatorRegistry, namespaces: Sequence[str]) -> None:
     """kopf in a thread, until one of `ends` is set. Raises what kopf ended with, RuntimeError if it did not end by itself."""
-    loop, ending = asyncio.new_event_loop(), asyncio.Event()
+    loop, ending = uvloop.new_event_loop(), asyncio.Event()
     running = asyncio.create_task(asyncio.to_thread(_run, loop, registry, namespaces, ending))
     ended = [asyncio.create_task(end.wait()) for end in ends]
     try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +15,7 @@ from urllib.parse import quote, urlsplit
 from urllib.request import getproxies_environment
 
 import aiohttp
+import orjson
 from kubernetes.aio import config
 from kubernetes.aio.client import ApiClient, Configuration
 
@@ -73,7 +73,7 @@ class ApiError(Exception):
     def of(cls, status: int, text: str) -> ApiError:
         """The refusal that an answer means: a Status of Kubernetes, another JSON with an `error`, or plain words."""
         try:
-            said = json.loads(text)
+            said = orjson.loads(text)
         except ValueError:
             said = {}
         said = said if isinstance(said, dict) else {}
@@ -178,7 +178,7 @@ class Kube(ByPath):
                 break
             await asyncio.sleep(min(LONGEST_DELAY, max(wait, FIRST_DELAY * 2**attempt)) * random.uniform(1.0, 1.5))
         if status < 300:
-            return dict(json.loads(text)) if text else {}
+            return dict(orjson.loads(text)) if text else {}
         raise ApiError.of(status, text.decode(errors="replace"))
 
     async def names(self, kind: str, namespace: str, selector: str, most: int) -> frozenset[str] | None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import json
 from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import orjson
 
 from weir_server.contract import CONTRACT_MAJOR, ControlState, KnobsRequest, Window
 
@@ -111,7 +111,7 @@ class ControlClient:
                 raise Refused(answer.status, sentence)
             raise Silent(f"answers {answer.status}: {sentence}"[:200])
         try:
-            found = json.loads(text)
+            found = orjson.loads(text)
         except ValueError:
             raise Silent("its answer is no JSON") from None
         if not isinstance(found, dict):
