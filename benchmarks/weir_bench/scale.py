@@ -38,6 +38,7 @@ from kubernetes.aio.config import load_kube_config
 from weir_bench import results
 from weir_bench.fleet import CIDR
 from weir_bench.process import Child
+from weir_bench.scale_bare import bare
 from weir_operator.api import names
 from weir_operator.io.kube import MERGE, Kube, path
 from weir_operator.loops.store import CHILD_KINDS
@@ -238,9 +239,14 @@ async def answered(plane: Plane, boots: dict[str, Any], name: str, seconds: int,
 
 
 async def many(count: int, seconds: float, changes: int, keep: Callable[[dict[str, Any]], object]) -> None:
-    """All Ready; standing still; changes; a leader killed. After each, `keep` gets the figures that there are."""
+    """The floor; all Ready; standing still; changes; a leader killed. After each, `keep` gets the figures that there are."""
     figures: dict[str, Any] = {"resources": count}
     every = [f"r-{i:04d}" for i in range(count)]
+    async with Plane() as plane, plane.watch("Deployment") as deployments:
+        plane.create(every)
+        figures["bare_seconds"], requests = await bare(plane.kube, NAMESPACE, deployments)
+        figures["bare_requests_a_resource"] = requests / count
+        keep(figures)
     async with Plane() as plane:
         plane.create(every)
         async with plane.watch(names.KIND) as resources, plane.watch("ConfigMap") as boots:
