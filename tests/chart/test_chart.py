@@ -68,7 +68,7 @@ def test_the_rights_have_no_wildcard_and_read_no_secret_but_the_key(render: Any)
                 if "delete" in rule["verbs"]:  # what may be asked for and not asked for, and nothing else
                     assert set(rule["resources"]) <= {
                         "services", "persistentvolumeclaims", "networkpolicies", "horizontalpodautoscalers", "podmonitors",
-                        "scaledobjects",
+                        "scaledobjects", "poddisruptionbudgets",
                     }
 
 

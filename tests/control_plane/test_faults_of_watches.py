@@ -76,11 +76,12 @@ def test_watches_that_are_cut_every_second_lose_nothing(cluster: Cluster, namesp
         began = time.monotonic()
         wait(lambda: acted(cluster, namespace, seconds))  # noqa: B023
         took.append(time.monotonic() - began)
+    assert proxy.seen["lists"] == before
     cluster.kubectl("delete", "service", "chat", "-n", namespace)
     wait(lambda: cluster.get("service", "chat", namespace), why="a deletion between two watches is seen")
     print(f"{proxy.seen['cuts']} watches cut; changes carried out after {', '.join(f'{t:.1f}' for t in took)} s")
     assert proxy.seen["cuts"] > 50
-    assert proxy.seen["lists"] == before
+    assert proxy.seen["lists"] <= before + 1, "whether somebody else has taken the name"
     assert operator.stop() == 0
     assert "Traceback" not in operator.log and "watches-ended" not in operator.log
 

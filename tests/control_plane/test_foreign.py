@@ -41,10 +41,15 @@ def test_an_object_of_a_childs_name_is_left_alone_and_outlives_the_resource(
         ours = [entry["manager"] for entry in found["metadata"]["managedFields"] if "weir" in entry["manager"]]
         return meta, found["spec"], ours
 
+    def refused() -> Any:
+        """What stands beside the pods leaves Ready alone."""
+        where, reason = ("Ready", "NameTaken") if kind == "Deployment" else ("IntegrationsReady", "Refused")
+        return (c := condition(cluster, namespace, where)).get("reason") == reason and c
+
     before = theirs()
     scaler = {"mode": "External", "scaler": "HorizontalPodAutoscaler", "maxReplicas": 3}
     cluster.apply(resource(autoscaling=scaler), namespace)
-    said = wait(lambda: (c := condition(cluster, namespace, "Ready")).get("reason") == "NameTaken" and c, why="it is said")
+    said = wait(refused, why="it is said")
     assert f"{kind} chat exists" in said["message"]
     cluster.apply(resource(autoscaling=scaler, slo={"ttft": "5s", "tpot": "80ms"}), namespace)
     wait(lambda: "ttft: 5.0" in (child(cluster, namespace, "configmap") or {})["data"]["boot.yaml"], why="the rest goes on")
@@ -53,7 +58,7 @@ def test_an_object_of_a_childs_name_is_left_alone_and_outlives_the_resource(
     wait(lambda: not child(cluster, namespace, "configmap"), 60, "the collector")
     assert theirs() == before
     cluster.apply(resource(autoscaling=scaler), namespace)
-    wait(lambda: condition(cluster, namespace, "Ready").get("reason") == "NameTaken")
+    wait(refused)
     cluster.kubectl("delete", kind, "chat", "-n", namespace)
     wait(lambda: child(cluster, namespace, kind), 90, "it goes on by itself once the name is free")
 
