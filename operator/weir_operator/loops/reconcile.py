@@ -158,7 +158,7 @@ class Reconciler:
                 self.events.tell(raw, item.reason, item.message, item.warning)
         except ApiError as e:
             if e.status == 404:
-                await self._gone(raw)  # whatever the watches have told
+                await self._gone(key, raw)  # whatever the watches have told
                 return
             if e.status == 409:
                 fresh = await self.kube.get(names.KIND, raw["metadata"]["namespace"], raw["metadata"]["name"])
@@ -166,15 +166,15 @@ class Reconciler:
                     self.store.put(names.KIND, fresh)
             raise Retry(f"status not written: {e}") from None
 
-    async def _gone(self, raw: Object) -> None:
+    async def _gone(self, key: str, raw: Object) -> None:
         """Of a resource that has no status to be written. Raises Retry where it is there all the same."""
-        namespace, name = raw["metadata"]["namespace"], raw["metadata"]["name"]
-        if await self.kube.get(names.KIND, namespace, name) is not None:
+        where = (names.KIND, *key.split("/", 1))
+        if await self.kube.get(*where) is not None:
             raise Retry(f"the CRD {names.CRD_NAME} has no status: install the definition of this version")
-        if self.store.get(names.KIND, namespace, name) is raw:
+        if self.store.get(*where) is raw:
             self.store.drop(names.KIND, raw)
-            self._forget(key_of(namespace, name))
-            self.claims.forget(key_of(namespace, name))
+            self._forget(key)
+            self.claims.forget(key)
 
     def _forget(self, key: str) -> None:
         self._failing.pop(key, None)
