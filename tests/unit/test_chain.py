@@ -303,3 +303,11 @@ def test_a_row_meets_the_prefill_of_the_others_and_not_its_own():
     assert long.interval(1) == pytest.approx(bare + 10 * CPU.p)
     assert long.between(long.company(5)) == pytest.approx(long.interval(5) - 10 * CPU.p)
     assert long.in_time(1, 1.05 * bare) == 1.0
+
+
+def test_in_a_fuller_batch_everybody_waits_for_the_others_however_long_one_is_oneself():
+    model = Model(CPU, replace(MIX, output=16, prefill=20.0), ONE, {hist_index(2.0): 10.0, hist_index(20.0): 10.0})
+    few, many = model.prefill_seconds(2), model.prefill_seconds(12)
+    apart = [(max(s) - min(s)) / model.interval(model.decoding(n)) for n, s in ((2, few), (12, many))]
+    assert apart[1] == pytest.approx(apart[0]), "in steps"
+    assert min(many) > max(few), "and all wait"
