@@ -25,8 +25,9 @@ from typing import Any
 from weir_bench import results
 from weir_bench.eval_cases import DEFAULTS, SQUARE, Case, Cell, build, cells
 from weir_bench.eval_fleet import HPA, fleet_cells, fleet_report, fleet_table, run_fleet_cell
+from weir_bench.eval_oracles import best_single, best_static, following, for_all_seeds, oracle_table
 from weir_operator.simulate.rivals import RIVALS, rival
-from weir_operator.simulate.run import Result, static, tuned
+from weir_operator.simulate.run import WARM_UP, Result, static, tuned
 from weir_operator.tuner.types import TunerSpec
 
 BIN = 30.0
@@ -156,13 +157,14 @@ def report(lines: Sequence[Line]) -> dict[str, Any]:
             by_cell[line["cell"]][line["run"]] = line
     whole = {key: runs for key, runs in by_cell.items() if SET_POINT in runs and any(n.startswith("static") for n in runs)}
     rows = [_cell(key, runs) for key, runs in sorted(whole.items())]
-    single = _best_single(whole)
     laws = {name: _summary([row["laws"][name] for row in rows if name in row["laws"]]) for name in (SET_POINT, *RIVALS)}
     groups: dict[str, Any] = {}
     for row in rows:
         groups.setdefault(f"{row['workload']} · {row['machine']} · {row['memory']}", []).append(row)
     return {
-        "cells": len(rows), "recorded_traces": sum(r["recorded"] for r in rows), "laws": laws, "best_single_static": single,
+        "cells": len(rows), "recorded_traces": sum(r["recorded"] for r in rows), "laws": laws,
+        "best_single_static": best_single(whole), "following": following(whole, SET_POINT, BIN, WARM_UP),
+        "for_all_seeds": for_all_seeds(whole, (SET_POINT, *RIVALS)),
         "fleets": fleet_report(lines), "groups": {name: _group(found) for name, found in groups.items()}, "rows": rows,
     }
 
@@ -170,8 +172,7 @@ def report(lines: Sequence[Line]) -> dict[str, Any]:
 def _cell(key: str, runs: Mapping[str, Line]) -> dict[str, Any]:
     workload, machine, memory, load, seed = key.split("|")
     defaults = {name: line for name, line in runs.items() if name.startswith("default")}
-    searched = [line for name, line in runs.items() if name.startswith("static")]
-    best = max([*searched, *defaults.values()], key=lambda line: line["goodput"])  # a default that does better is a static too
+    best = best_static(runs)
     ours = defaults[f"default {next(iter(DEFAULTS))}"]
     row: dict[str, Any] = {
         "workload": workload, "machine": machine, "memory": memory, "load": float(load), "seed": int(seed),
@@ -266,26 +267,6 @@ def _group(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _best_single(cells_: Mapping[str, Mapping[str, Line]]) -> dict[str, Any]:
-    """By machine, the one setting with the highest mean share of each cell's best, over the cells that tried it."""
-    found: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    count: dict[str, int] = defaultdict(int)
-    for key, runs in cells_.items():
-        statics = {name: line["goodput"] for name, line in runs.items() if name.startswith("static")}
-        machine, best = key.split("|")[1], max(statics.values())
-        count[machine] += 1
-        for name, goodput in statics.items():
-            if best > 0:
-                found[machine][name].append(goodput / best)
-    single = {}
-    for machine, settings in found.items():
-        common = {n: v for n, v in settings.items() if len(v) >= 0.8 * count[machine]}
-        if common:
-            name = max(common, key=lambda n: statistics.fmean(common[n]))
-            single[machine] = {"setting": name, "of_best": round(statistics.fmean(common[name]), 4), "cells": len(common[name])}
-    return single
-
-
 def table(document: Mapping[str, Any]) -> str:
     """Markdown for docs/tuning.md."""
     laws = document["laws"]
@@ -304,8 +285,8 @@ def table(document: Mapping[str, Any]) -> str:
             f"| {name} | {cell('of_best')} | {worst} | {cell('of_best_default_under_overload', False)}× | "
             f"{cell('reversals_per_hour_steady', False)} | {cell('minutes_to_95', False)} | {s['cells']} |"
         )
-    fleets = fleet_table(document["fleets"])
-    return "\n".join(lines) + "\n" + (f"\n{fleets}" if fleets else "")
+    parts = ["\n".join(lines) + "\n", oracle_table(document), fleet_table(document["fleets"])]
+    return "\n".join(part for part in parts if part)
 
 
 BEGIN, END = "<!-- eval-tuner: made by `make eval-tuner`, do not edit -->\n", "<!-- /eval-tuner -->\n"

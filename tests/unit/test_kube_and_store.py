@@ -1,5 +1,6 @@
 """Paths, proxies, and the cache of what the watches have seen."""
 
+import json
 from typing import Any
 
 import pytest
@@ -145,6 +146,20 @@ def test_of_who_set_what_only_the_number_of_pods_is_kept() -> None:
     pod["metadata"]["managedFields"] = [entry("kubelet", **{"f:containers": {}})]
     store.told("Pod", pod, False)
     assert "managedFields" not in store.known("Pod")["ns/p"]["metadata"]
+
+
+def test_equal_strings_of_two_objects_are_kept_once():
+    """A thousand objects of a kind differ in little but their names: kept whole, they took twice the memory."""
+    store = Store()
+    for name in ("a", "b"):
+        spec = {"image": "registry/server:1", "args": ["--x"]}
+        text = json.dumps({"metadata": {"namespace": "n", "name": name, "uid": name}, "spec": spec})
+        store.put("Deployment", json.loads(text))
+    first, second = (store.get("Deployment", "n", name) for name in ("a", "b"))
+    assert first is not None and second is not None
+    assert first["spec"]["image"] is second["spec"]["image"] and first["spec"]["args"][0] is second["spec"]["args"][0]
+    assert next(iter(first["spec"])) is next(iter(second["spec"]))
+
 
 
 def test_a_fingerprint_sees_edits_and_not_bookkeeping() -> None:

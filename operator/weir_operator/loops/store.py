@@ -7,9 +7,10 @@ after: where it does not, the watch has stopped (`lag`).
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 from weir_operator.api import names
 
@@ -42,8 +43,21 @@ def owned_by(obj: Object, uid: str) -> bool:
 
 
 def lean(obj: Object) -> Object:
-    """Without the record of who set which field, half of an object's memory: who set a Deployment's number of pods is all that
-    anybody here asks."""
+    """As it is kept, in a quarter of the memory: without the record of who set which field, but for who set a Deployment's
+    number of pods, which is all that anybody here asks; and with one string for all that are equal, since a thousand objects of
+    a kind differ in little but their names."""
+    return cast(Object, _shared(_unmanaged(obj)))
+
+
+def _shared(value: Any) -> Any:
+    if type(value) is str:
+        return sys.intern(value)
+    if isinstance(value, dict):
+        return {sys.intern(k): _shared(v) for k, v in value.items()}
+    return [_shared(v) for v in value] if isinstance(value, list) else value
+
+
+def _unmanaged(obj: Object) -> Object:
     meta = obj["metadata"]
     if "managedFields" not in meta:
         return obj
