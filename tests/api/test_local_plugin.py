@@ -91,8 +91,10 @@ def test_two_manifests_are_shown_loaded_steered_and_ended(box: Any) -> None:
     [pod] = run.shown("explain", "two")["pods"]
     assert pod["fit"]["steps"] > 0 and pod["traffic"]["output"] == pytest.approx(8, rel=0.3)
     assert "two-0" in run.infd("explain", "two").stdout
+    before = control(run.server("two"), "state")["effective"]
     top = run.shown("top", "two", "--seconds=1")["two-0"]
-    assert top["knobs"]["max_queue_depth"] == 32 and top["kv"] is not None
+    after = control(run.server("two"), "state")["effective"]  # the tuner is at work beside us
+    assert all(top["knobs"][knob] in (before[knob], after[knob]) for knob in before) and top["kv"] is not None
     assert run.infd("advise", "two").returncode == 0
     assert run.shown("size", "one")["kv"]["chunk_bytes"] > 0
     assert run.shown("history", "two")[-1]["outcome"] == "Warming"

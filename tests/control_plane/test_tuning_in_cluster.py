@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from control_plane_kit import Cluster, Operator, child, condition, decoded, make_ready, resource, settled, wait
 
+from weir_operator.io import kube as connection
 from weir_operator.io.apply import Writer
 from weir_operator.io.kube import Kube
 from weir_operator.loops.reconcile import Reconciler
@@ -96,3 +97,15 @@ async def test_a_ready_pod_is_polled_steered_and_let_go(
     await _until(lambda: condition(cluster, namespace, "MetricsAvailable").get("status") == "False", 60, "silence is said")
     assert condition(cluster, namespace, "MetricsAvailable")["reason"] == "NoPodAnswers"
     assert condition(cluster, namespace, "Ready")["status"] == "True"
+
+
+async def test_a_list_of_several_pages_is_what_kubectl_lists(
+    cluster: Cluster, namespace: str, monkeypatch: pytest.MonkeyPatch, kube_config: None,
+) -> None:
+    monkeypatch.setattr(connection, "PAGE", 3)
+    items = [{"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": f"m{i}", "labels": {"x": "y"}}} for i in range(7)]
+    made = json.dumps({"apiVersion": "v1", "kind": "List", "items": items})
+    await asyncio.to_thread(cluster.kubectl, "create", "-n", namespace, "-f", "-", stdin=made)
+    async with await Kube.connect() as kube:
+        found = await kube.list("ConfigMap", namespace, "x=y")
+    assert [(o["kind"], o["metadata"]["name"]) for o in found] == [("ConfigMap", f"m{i}") for i in range(7)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies_environment
@@ -25,6 +25,8 @@ from weir_operator.io.metrics import API_CALLS, verb
 REQUEST_SECONDS = 30.0
 TRIES, FIRST_DELAY, LONGEST_DELAY = 4, 0.5, 10.0
 """Of a request that the API server put off: 429 for any (it did nothing), 5xx for reads. Others are the caller's to repeat."""
+PAGE = 250
+"""Objects of a list that come at once."""
 APPLY = "application/apply-patch+yaml"
 MERGE = "application/merge-patch+json"
 JSON, METADATA = "application/json", "application/json;as=PartialObjectMetadataList;g=meta.k8s.io;v=v1"
@@ -144,11 +146,25 @@ class ByPath:
                 return None
             raise
 
-    async def list(self, kind: str, namespace: str | None = None, selector: str | None = None) -> list[dict[str, Any]]:
-        """The objects, with the kind and version that the API server leaves out of a list's members."""
-        query = {"labelSelector": selector} if selector else {}
-        answer = await self.request("GET", path(kind, namespace), query=query)
-        return [{"apiVersion": answer["apiVersion"], "kind": kind, **item} for item in answer.get("items", ())]
+    async def list(
+        self, kind: str, namespace: str | None = None, selector: str | None = None, keep: Callable[[Any], Any] = dict,
+    ) -> list[Any]:
+        """The objects, with the kind and version that the API server leaves out of a list's members. They come in pages, and
+        each is kept as `keep` makes it: of what it leaves out, no more than a page is ever held."""
+        query = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
+        found: list[Any] = []
+        while True:
+            try:
+                answer = await self.request("GET", path(kind, namespace), query=query)
+            except ApiError as e:
+                if e.status != 410 or "continue" not in query:
+                    raise
+                query, found = {k: v for k, v in query.items() if k == "labelSelector"}, []  # too old to go on: all at once
+                continue
+            found += [keep({"apiVersion": answer["apiVersion"], "kind": kind, **item}) for item in answer.get("items", ())]
+            if not (token := (answer.get("metadata") or {}).get("continue")):
+                return found
+            query = {**query, "continue": token}
 
 
 class Kube(ByPath):

@@ -19,7 +19,7 @@ from weir_operator.loops.claims import Claims, Stand, operator_name
 from weir_operator.loops.events import Recorder
 from weir_operator.loops.pace import Pace
 from weir_operator.loops.queue import Retry
-from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Object, Store, key_of, owned_by
+from weir_operator.loops.store import ALL_OF, CHILD_KINDS, Object, Store, key_of, owned_by, unmanaged
 from weir_operator.plan.manifests import BESIDE_PODS, Defaults
 from weir_operator.plan.news import news
 from weir_operator.plan.observed import Observed, TuningReport
@@ -225,7 +225,7 @@ class Reconciler:
             if namespace in lost:
                 continue
             try:
-                found += await self.kube.list(kind, namespace, selector)
+                found += await self.kube.list(kind, namespace, selector, unmanaged)
             except ApiError as e:
                 if e.status != 403 or namespace is None or kind not in WATCHED or len(lost) + 1 == len(namespaces):
                     raise

@@ -7,6 +7,8 @@ after: where it does not, the watch has stopped (`lag`).
 
 from __future__ import annotations
 
+import itertools
+import operator
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -42,22 +44,9 @@ def owned_by(obj: Object, uid: str) -> bool:
     return any(ref.get("uid") == uid for ref in obj["metadata"].get("ownerReferences") or ())
 
 
-def lean(obj: Object) -> Object:
-    """As it is kept, in a quarter of the memory: without the record of who set which field, but for who set a Deployment's
-    number of pods, which is all that anybody here asks; and with one string for all that are equal, since a thousand objects of
-    a kind differ in little but their names."""
-    return cast(Object, _shared(_unmanaged(obj)))
-
-
-def _shared(value: Any) -> Any:
-    if type(value) is str:
-        return sys.intern(value)
-    if isinstance(value, dict):
-        return {sys.intern(k): _shared(v) for k, v in value.items()}
-    return [_shared(v) for v in value] if isinstance(value, list) else value
-
-
-def _unmanaged(obj: Object) -> Object:
+def unmanaged(obj: Object) -> Object:
+    """In a quarter of the memory: without the record of who set which field, but for who set a Deployment's number of pods,
+    which is all that anybody here asks."""
     meta = obj["metadata"]
     if "managedFields" not in meta:
         return obj
@@ -67,6 +56,24 @@ def _unmanaged(obj: Object) -> Object:
     ]
     rest = {k: v for k, v in meta.items() if k != "managedFields"}
     return {**obj, "metadata": {**rest, "managedFields": kept} if kept else rest}
+
+
+def in_common(value: Any, like: Any) -> Any:
+    """The same value, made of the parts of `like` that it equals, and of one string for all that are equal: a thousand objects
+    of a kind differ in little but their names. Nobody changes a kept object."""
+    if type(value) is str:
+        return sys.intern(value)
+    if isinstance(value, dict):
+        before = like if isinstance(like, dict) else None
+        kept = {sys.intern(k): in_common(v, before.get(k) if before else None) for k, v in value.items()}
+        same = before is not None and before.keys() == kept.keys() and all(before[k] is v for k, v in kept.items())
+        return before if same else kept
+    if isinstance(value, list):
+        were = like if isinstance(like, list) else None
+        items = [in_common(v, old) for v, old in itertools.zip_longest(value, (were or ())[: len(value)])]
+        same = were is not None and len(were) == len(items) and all(map(operator.is_, items, were))
+        return were if same else items
+    return like if type(value) is type(like) and value == like else value
 
 
 class Store:
@@ -90,14 +97,13 @@ class Store:
 
     def put(self, kind: str, obj: Object) -> bool:
         """Keep an object, unless a newer version of it is known. Returns whether it is kept."""
-        obj = lean(obj)
         meta = obj["metadata"]
         known = self._objects.setdefault(kind, {})
         key = key_of(meta["namespace"], meta["name"])
         old = known.get(key)
         if old and old["metadata"]["uid"] == meta["uid"] and _older(meta, old["metadata"]):
             return False
-        known[key] = obj
+        known[key] = obj = cast(Object, in_common(unmanaged(obj), old or next(iter(known.values()), None)))
         if old is not None and owner_key(old) != owner_key(obj):
             self._disown(kind, old, key)
         if owner := owner_key(obj):
