@@ -98,7 +98,8 @@ def _line(cell: Cell, case: Case, name: str, result: Result, cpu: float) -> Line
     return {
         "cell": cell.key, "run": name, "goodput": round(result.goodput, 5), "end": case.end, "shifts": case.shifts,
         "recorded": case.recorded, "bins": _bins(result.good, case.end),
-        "offered": _bins([row.at for row in case.rows], case.end), "reversals": result.reversals, "moves": len(result.moves),
+        "offered": _bins([row.at for row in case.rows], case.end), "turns": [round(at) for at in result.turns],
+        "moves": len(result.moves),
         "knobs": [result.knobs.max_batch_size, result.knobs.max_queue_depth], "cpu": round(cpu, 2),
     }
 
@@ -185,7 +186,8 @@ def _cell(key: str, runs: Mapping[str, Line]) -> dict[str, Any]:
             row["laws"][name] = {
                 "goodput": line["goodput"], "of_best": _ratio(line["goodput"], best["goodput"]),
                 "of_best_default": _ratio(line["goodput"], max(d["goodput"] for d in defaults.values())),
-                "reversals_per_hour": line["reversals"] / hours, "moves_per_hour": line["moves"] / hours,
+                "reversals_per_hour": len(line["turns"]) / hours, "moves_per_hour": line["moves"] / hours,
+                "reversals_per_hour_warm": sum(at >= WARM_UP * line["end"] for at in line["turns"]) / ((1 - WARM_UP) * hours),
                 "minutes_to_95": _settled(line, best), "worst_5_minutes": _worst(line), "worst_5_minutes_default": _worst(ours),
                 "harm": _harm(line, ours), "steady": not line["shifts"] and not workload.startswith((SQUARE, "day", "code")),
                 "overload": float(load) > 1, "shifts": bool(line["shifts"]),
@@ -245,6 +247,7 @@ def _summary(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f["of_best_default"] for f in found if f["overload"] and f["of_best_default"]
         ]),
         "reversals_per_hour_steady": mean([f["reversals_per_hour"] for f in found if f["steady"]]),
+        "reversals_per_hour_steady_warm": mean([f["reversals_per_hour_warm"] for f in found if f["steady"]]),
         "most_reversals_per_hour_steady": max((f["reversals_per_hour"] for f in found if f["steady"]), default=None),
         "minutes_to_95": mean([t for t in starts if t is not None]), "never_at_95": sum(t is None for t in starts),
         "minutes_to_95_after_a_shift": mean([t for t in shifts if t is not None]),

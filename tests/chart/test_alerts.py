@@ -34,7 +34,11 @@ BELOW = {f"weir_knob_effective{{{BATCH}}}": "32x60", f'weir_envelope{{{BATCH}, b
 
 FIRING: list[tuple[str, dict[str, str], dict[str, str], str]] = [
     # alert, series by minute, labels of the alert at minute 50, part of its description
-    ("WeirOperatorDown", {f'weir_operator_leader{{{OPERATOR}, pod="a"}}': "0x60"}, {}, "Nothing is reconciled"),
+    ("WeirOperatorDown", {f'weir_operator_leader{{{OPERATOR}, pod="a"}}': "0x60"},
+     {"namespace": "weir-system", "job": "weir"}, "Nothing is reconciled"),
+    ("WeirOperatorDown", {f'weir_operator_leader{{namespace="{n}", job="weir", pod="a"}}': v
+                          for n, v in (("one", "1x60"), ("two", "0x60"))},
+     {"namespace": "two", "job": "weir"}, "Nothing is reconciled"),  # of two releases
     ("WeirOperatorDown", {}, {}, "Nothing is reconciled"),
     ("WeirTwoLeaders", {f'weir_operator_leader{{{OPERATOR}, pod="{p}"}}': "1x60" for p in "ab"},
      {"namespace": "weir-system", "job": "weir"}, "2 replicas in weir-system"),

@@ -179,7 +179,7 @@ async def test_a_pass_over_our_own_that_another_asks_for_says_so_and_writes_its_
     await bench.reconciler("ns/chat")
     [said] = wrote(bench)
     contested = next(c for c in said["conditions"] if c["type"] == "Contested")
-    assert said["operator"] == "default" and contested["status"] == "True" and "namespace elsewhere" in contested["message"]
+    assert said["operator"] == "default" and contested["status"] == "True" and "operator of elsewhere" in contested["message"]
     now = bench.reconciler.children._applied["ns/chat"]
     assert now.keys() == was.keys()
     assert {where[0] for where in now if now[where] is not was[where]} == {"Secret"}, "which alone no watch tells of"

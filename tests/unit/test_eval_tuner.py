@@ -62,11 +62,13 @@ def test_a_default_that_beats_every_setting_of_the_search_is_the_best_static_set
     def line(run: str, goodput: float) -> eval_tuner.Line:
         return {
             "cell": "chat|cpu|roomy|0.5|0", "run": run, "goodput": goodput, "end": 60.0, "shifts": (), "recorded": True,
-            "bins": [1, 1], "offered": [2, 2], "reversals": 0, "moves": 0, "knobs": [4, 32], "cpu": 0.1,
+            "bins": [1, 1], "offered": [2, 2], "turns": [5, 20, 50], "moves": 3, "knobs": [4, 32], "cpu": 0.1,
         }
     names = [f"default {name}" for name in DEFAULTS]
     lines = [line(names[0], 0.97), line(names[1], 0.5), line("static 6 4", 0.96), line("set-point", 0.95)]
     row = eval_tuner.report(lines)["rows"][0]
+    law = row["laws"]["set-point"]
+    assert law["reversals_per_hour"] == pytest.approx(180) and law["reversals_per_hour_warm"] == pytest.approx(150)  # 2 in 48 s
     assert row["best"]["setting"] == names[0] and row["laws"]["set-point"]["of_best"] == pytest.approx(0.95 / 0.97, abs=1e-4)
 
 

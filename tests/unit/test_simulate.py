@@ -13,8 +13,8 @@ from weir_operator.simulate import command
 from weir_operator.simulate.load import Phase, arrivals
 from weir_operator.simulate.pod import Pod
 from weir_operator.simulate.port import PodSetup
-from weir_operator.simulate.run import grid, static, tuned
-from weir_operator.tuner.types import TunerSpec
+from weir_operator.simulate.run import Result, grid, static, tuned
+from weir_operator.tuner.types import Move, TunerSpec
 from weir_server.contract import Knobs, Plant, Slo
 
 CPU = Plant(0.042, 0.0032, 1e-7, 0.002, 64)
@@ -83,6 +83,14 @@ def test_on_a_machine_busier_than_at_boot_the_first_raise_comes_out_as_predicted
     assert at == 30 and first.knobs["max_batch_size"] > 4 and first.knobs["max_queue_depth"] < 32
     assert judged.t <= at + 120 and judged.outcome == "Holding"
     assert judged.observed["interval"] == pytest.approx(judged.predicted["interval"], rel=0.15)
+
+
+def test_a_turn_is_where_the_batch_changes_its_direction() -> None:
+    steps = ((30.0, 8), (90.0, 9), (120.0, 7), (150.0, 6), (180.0, 7))
+    queue = (60.0, Move("pod", {"max_queue_depth": 2}, "set-point", ""))
+    moves = (queue, *((at, Move("pod", {"max_batch_size": size}, "set-point", "")) for at, size in steps))
+    assert Result(1.0, 4, Knobs(7, None, 0.01, 2), moves).turns == (120.0, 180.0)
+    assert Result(1.0, 9, Knobs(7, None, 0.01, 2), moves).turns == (90.0, 120.0, 180.0)
 
 
 def test_a_quiet_pod_is_left_as_it_is():

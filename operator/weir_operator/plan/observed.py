@@ -46,5 +46,5 @@ class Observed:
     tuning: TuningReport | None = None
     kinds: frozenset[str] = frozenset(names.OPTIONAL_KINDS)
     autoscalers: Sequence[Mapping[str, Any]] = ()  # of somebody else's, whose target is the resource or its Deployment
-    other_operator: str = ""  # the namespace of one that wants to serve the resource, too
+    other_operator: str = ""  # one that wants to serve the resource, too: its namespace, or NAMESPACE/LEASE
     scalable: bool = True  # whether the number of pods may change: on one machine it does not

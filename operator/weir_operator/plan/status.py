@@ -59,7 +59,7 @@ def _loaded(seen: Observed, ready: int, found: list[tuple[str, str]]) -> Conditi
 def _contested(seen: Observed) -> Condition:
     if not seen.other_operator:
         return Condition("Contested", False, "OneOperator")
-    said = f"The operator in namespace {seen.other_operator} asks for this resource, too. Give each namespaces of its own."
+    said = f"The operator of {seen.other_operator} asks for this resource, too. Give each namespaces of its own."
     return Condition("Contested", True, "OtherOperator", said)
 
 

@@ -34,11 +34,15 @@ class Result:
     window: Window | None = field(default=None, compare=False)  # the last one
 
     @property
+    def turns(self) -> tuple[float, ...]:
+        """When the batch's direction changed."""
+        steps = [(at, m.knobs["max_batch_size"]) for at, m in self.moves if "max_batch_size" in m.knobs]
+        grows = [(at, size > before) for (_, before), (at, size) in pairwise([(0.0, self.boot_batch), *steps])]
+        return tuple(at for (_, before), (at, now) in pairwise(grows) if now != before)
+
+    @property
     def reversals(self) -> int:
-        """Changes of the batch's direction."""
-        sizes = [m.knobs["max_batch_size"] for _, m in self.moves if "max_batch_size" in m.knobs]
-        signs = [b > a for a, b in pairwise([self.boot_batch, *sizes])]
-        return sum(a != b for a, b in pairwise(signs))
+        return len(self.turns)
 
 
 def static(setup: PodSetup, rows: Sequence[Arrival], end: float, warm_up: float = WARM_UP) -> Result:
