@@ -17,6 +17,7 @@ from weir_operator.simulate.load import Arrival, Phase, arrivals
 from weir_operator.simulate.port import PodSetup
 from weir_operator.tuner.chain import BUSIEST
 from weir_server.contract import Knobs, Plant, Slo
+from weir_server.policy.limits import CHUNK_DECODING
 
 DEFAULTS = {"weir, mlxcel": (4, 32), "vllm, hf": (256, 1000)}
 """Batch and queue of servers as they come; an unbounded queue is a deep one here, and a batch ends at the envelope."""
@@ -35,7 +36,7 @@ class Machine:
 
 
 MACHINES = {
-    "cpu": Machine(Plant(0.042, 0.0032, 1e-7, 0.002, 64), 64, None, 2048, True, 2.6),
+    "cpu": Machine(Plant(0.042, 0.0032, 1e-7, 0.002, CHUNK_DECODING), 64, None, 2048, True, 2.6),
     # fitted to Splitwise's measurements (MIT, Patel et al., ISCA'24) and SageServe's (MIT), see simulate/plants.py
     "llama2-70b h100x8": Machine(Plant(0.0298, 2.08e-4, 1.73e-7, 9.1e-5, 512), 256, 512, 16384, False, 2.7),
     "bloom-176b a100x8": Machine(Plant(0.0478, 4.65e-4, 4.36e-7, 3.52e-4, 512), 256, 512, 16384, False, 2.7),
