@@ -18,7 +18,7 @@ from weir_operator.loops.reconcile import Reconciler
 from weir_operator.loops.steering import Steering
 from weir_operator.loops.store import Store
 from weir_operator.plan.plan import parse
-from weir_operator.plan.tuning import report
+from weir_operator.plan.tuning import report, resumable
 from weir_operator.tuner.types import Mix, Pending, PodState, TunerState
 from weir_server.contract import CONTROL_PORT
 
@@ -52,7 +52,7 @@ async def test_what_the_tuner_knows_survives_in_the_status_and_is_written_once(
         await reconciler.refresh((namespace,))
         [raw] = store.resources()
         news = report(parse({k: v for k, v in raw.items() if k != "status"}), {}, set(), {}, state, (), {}, "", ())
-        reconciler.reports[key, raw["metadata"]["uid"]] = news
+        reconciler.reports[key, raw["metadata"]["uid"]] = resumable(news, state, None)
         await reconciler(key)
         stored = await asyncio.to_thread(cluster.get, "infd", "chat", namespace)
         assert Steering.resumed(stored["status"]["tuning"]).state == state

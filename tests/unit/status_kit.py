@@ -10,7 +10,7 @@ from fake_server import FakeServer
 from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.observed import Observed
 from weir_operator.plan.plan import parse, plan
-from weir_operator.plan.tuning import counted, proposed, remembered, report, scaled
+from weir_operator.plan.tuning import counted, proposed, remembered, report, resumable, scaled
 from weir_operator.tuner.plant import Plant
 from weir_operator.tuner.replicas import ReplicaDecision, ReplicaState, Scaling
 from weir_operator.tuner.types import Canary, Learned, Mix, Outcome, Pending, PodState, PodView, Poll, Record, TunerState
@@ -60,7 +60,7 @@ def full_status() -> dict[str, Any]:
     history = scaled(remembered((), [move]), 2, count, 1000.0)
     news = report(resource, {"a": PodView("a", "llama////", None, _polls())}, {"a"}, {"a": move}, state, history, {}, "", ())
     shown = {"outcome": Scaling.OUT.value, "leaving": ["a"]}
-    news = counted(proposed(news, 16), 3, count, count.state, shown, 1)
+    news = resumable(counted(proposed(news, 16), 3, count, shown, 1), state, count.state)
     done = {"replicas": 2, "readyReplicas": 2, "updatedReplicas": 2, "observedGeneration": 1}
     deployment = {"metadata": {"generation": 1}, "spec": {"replicas": 2}, "status": done}
     found = plan(resource, Observed(NOW, deployment, tuning=news), Defaults("i", "t")).status

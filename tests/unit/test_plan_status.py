@@ -11,7 +11,7 @@ from weir_operator.plan.manifests import Defaults
 from weir_operator.plan.observed import Observed, TuningReport
 from weir_operator.plan.plan import parse, plan
 from weir_operator.plan.status import _TUNED, invalid_status
-from weir_operator.plan.tuning import _CALMEST_FIRST, remembered, tuner_spec
+from weir_operator.plan.tuning import _CALMEST_FIRST, remembered, resumable, tuner_spec
 from weir_operator.plan.tuning import report as published
 from weir_operator.tuner.types import Outcome, Pending, PodState, PodView, Poll, Record, TunerState
 
@@ -208,7 +208,7 @@ def test_the_status_of_many_pods_stays_small(pods: int) -> None:
     ]
     state = TunerState(1.79e9, {name: full(50) for name in names})
     history, outcomes = remembered((), records), {r.pod: r for r in records}
-    found = published(resource(), views, set(names), outcomes, state, history, {}, "", ()).status
+    found = resumable(published(resource(), views, set(names), outcomes, state, history, {}, "", ()), state, None).status
     assert len(found["history"]) == 20
     assert len(found["pods"]) == min(pods, 50)
     assert len(json.dumps(plan(resource(), Observed(NOW, tuning=report(status=found)), Defaults("i", "t")).status)) < 32 * 1024
@@ -219,7 +219,7 @@ def test_the_status_of_many_pods_stays_small(pods: int) -> None:
 def test_a_state_survives_a_place_that_cannot_hold_nulls() -> None:
     plain, busy = PodState("i", 5.0), PodState("i", 5.0, ceiling=9, pending=Pending(1.0, {"a": 1.0}, {"a": 2.0}, 3.0))
     state = TunerState(None, {"a": plain, "b": busy})
-    found = published(resource(), {}, set(), {}, state, (), {}, "", ()).status["state"]
+    found = resumable(published(resource(), {}, set(), {}, state, (), {}, "", ()), state, None).status["state"]
     assert "null" not in json.dumps(found)
     assert TunerState.from_json(json.loads(json.dumps(found))) == state
 

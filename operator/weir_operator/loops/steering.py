@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from weir_operator.api.types import InferenceDeployment
@@ -22,7 +22,7 @@ from weir_operator.plan.tuning import MIN_FINISHED
 from weir_operator.tuner.envelope import Proposal
 from weir_operator.tuner.types import Move, PodView, Poll, Record, TunerSpec, TunerState
 from weir_operator.tuner.window import remember
-from weir_server.contract import KNOBS, ControlState, Knobs, KnobsRequest, Window
+from weir_server.contract import KNOBS, ControlState, Envelope, Knobs, KnobsRequest, Window
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _read_back(pod: Pod, window: Window) -> None:
     """Compare what the pod says with what was last asked of it. After a mismatch its own values are the truth."""
     if pod.sent is None or not pod.sent.knobs:
         return
-    target, chunk = asdict(window.target), pod.control.kv.chunk_bytes if pod.control else 1
+    target, chunk = _by_knob(window.target), pod.control.kv.chunk_bytes if pod.control else 1
     wrong = {
         knob: (want, target[knob])
         for knob, want in pod.sent.knobs.items()
@@ -159,7 +159,12 @@ def _verify(pod: Pod, window: Window, now: float) -> None:
 
 
 def _wire(knobs: Knobs) -> dict[str, Any]:
-    return {name: value for name, value in asdict(knobs).items() if value is not None}
+    return {name: value for name, value in _by_knob(knobs).items() if value is not None}
+
+
+def _by_knob(values: Knobs | Envelope) -> dict[str, Any]:
+    """Not `asdict`: it copies deeply, and this runs several times at every poll of every pod."""
+    return {name: getattr(values, name) for name in KNOBS}
 
 
 def request_for(
@@ -188,7 +193,7 @@ def request_for(
     slo = {"ttft": spec.ttft, "tpot": spec.tpot} if spec.ttft is not None and spec.tpot is not None else None
     wanted = KnobsRequest(
         instance=control.instance, epoch=epoch, seq=0, lease_seconds=lease_seconds if steering else 0.0, knobs=knobs,
-        fallback=_inside(asdict(control.envelope), fallback), slo=slo,
+        fallback=_inside(_by_knob(control.envelope), fallback), slo=slo,
     )
     if pod.sent is not None and replace(pod.sent, seq=0) == wanted:
         due = steering and now - pod.sent_at >= lease_seconds / 3

@@ -29,9 +29,9 @@ from weir_operator.plan.tuning import (
     proposed,
     remembered,
     report,
+    resumable,
     scaled,
     tuner_spec,
-    visible,
 )
 from weir_operator.tuner.envelope import propose
 from weir_operator.tuner.law import decide
@@ -272,8 +272,8 @@ class TunerLoop:
         )
         news = proposed(news, steering.proposal.standing)
         if count.wanted is not None:
-            news = counted(news, count.wanted, count.last, count.state, count.status(), count.generation)
-        worth = replace(news, status=visible(news.status), reason="")  # a reason has figures in it, other ones at each tick
+            news = counted(news, count.wanted, count.last, count.status(), count.generation)
+        worth = replace(news, reason="")  # a reason has figures in it, other ones at each tick
         if worth != steering.published:
             steering.published, steering.published_at = worth, now
-            self._sink.publish(subject, news)
+            self._sink.publish(subject, resumable(news, steering.state, count.state if count.wanted is not None else None))

@@ -102,12 +102,10 @@ def scaled(history: Sequence[Mapping[str, Any]], before: int, decision: ReplicaD
 
 
 def counted(
-    news: TuningReport, wanted: int, last: ReplicaDecision | None, state: ReplicaState, shown: Mapping[str, Any] | None,
-    generation: int,
+    news: TuningReport, wanted: int, last: ReplicaDecision | None, shown: Mapping[str, Any] | None, generation: int,
 ) -> TuningReport:
     """A report with the number of pods in it, where the operator sets it."""
-    saved = {**news.status["state"], "replicas": rounded(state.to_json())}
-    status = {**news.status, **({"replicas": shown} if shown else {}), "state": saved}
+    status = {**news.status, **({"replicas": shown} if shown else {})}
     return replace(news, status=status, desired=wanted, scaling=last.outcome if last else None, generation=generation)
 
 
@@ -184,8 +182,8 @@ def report(
     state: TunerState, history: Sequence[Mapping[str, Any]], silent: Mapping[str, str], drift: str,
     other_contract: tuple[str, ...],
 ) -> TuningReport:
-    """What is published of one deployment. `ready`: the pods that should answer; `outcomes`: each pod's record of the last
-    tick."""
+    """What is published of one deployment, but for what is kept to go on from (`resumable`). `ready`: the pods that should
+    answer; `outcomes`: each pod's record of the last tick."""
     tuning, percent = resource.spec.tuning, good_percent(pods.values())
     effective = {name: w.effective for name, pod in sorted(pods.items()) if (w := _last(pod))}
     status: dict[str, Any] = {
@@ -203,7 +201,6 @@ def report(
     under = sorted((name, p.ceiling) for name, p in state.pods.items() if p.ceiling is not None and now < p.ceiling_until)
     if under:
         status["ceilings"] = [{"pod": name, "maxBatchSize": batch - 1} for name, batch in under[:MAX_CEILINGS]]
-    status["state"] = _bounded(state, MAX_STATUS_BYTES - OTHER_BYTES - len(json.dumps(status)))
     quiet = {name: why for name, why in silent.items() if name in ready}
     said = (record for name, record in outcomes.items() if name in ready)
     worst = max(said, key=lambda r: _CALMEST_FIRST.index(r.outcome), default=None)
@@ -212,6 +209,14 @@ def report(
         refusing=refused_lately(pods.values()), outcome=worst.outcome if worst else None, reason=worst.reason if worst else "",
         drift=drift, other_contract=other_contract,
     )
+
+
+def resumable(news: TuningReport, state: TunerState, replicas: ReplicaState | None) -> TuningReport:
+    """A report with what the next operator goes on from. Alone it is not worth a write, and of a thousand deployments it is
+    most of what a report costs: so it comes last."""
+    saved = _bounded(state, MAX_STATUS_BYTES - OTHER_BYTES - len(json.dumps(news.status)))
+    count = {"replicas": rounded(replicas.to_json())} if replicas else {}
+    return replace(news, status={**news.status, "state": {**saved, **count}})
 
 
 def _learned_status(entry: Learned) -> dict[str, Any]:
@@ -256,7 +261,3 @@ def rounded(value: Any) -> Any:
         return [rounded(v) for v in value]
     return value
 
-
-def visible(status: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of status.tuning whose change is worth a write; the saved state alone is not."""
-    return {k: v for k, v in status.items() if k != "state"}

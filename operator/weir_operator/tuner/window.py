@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from weir_operator.tuner.types import HISTORY_SECONDS, PodView, Poll
-from weir_server.contract import STEP_PRODUCTS, STEP_SUMS, Histogram, Window
+from weir_server.contract import HIST_EDGES, STEP_PRODUCTS, STEP_SUMS, Histogram, Window
 
 READS = (
     "instance", "monotonic", "settled_at", "target", "effective", "envelope", "draining", "running", "waiting", "oldest_wait",
@@ -170,6 +170,8 @@ def _refused(window: Window, reason: str) -> int:
 
 
 def _difference(old: Histogram, new: Histogram) -> list[int]:
+    if old is new:  # as readings of a quiet pod hold it in common
+        return [0] * (HIST_EDGES + 1)
     return [max(0, b - a) for a, b in zip(old.counts, new.counts, strict=True)]
 
 
