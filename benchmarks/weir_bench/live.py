@@ -76,6 +76,12 @@ def trace_rows(file: Path, rate: float, seconds: float) -> list[Arrival]:
     return [Arrival(row.at, row.prompt, row.output) for row in traces.with_rate(traces.read(file, shape), rate, seconds)]
 
 
+def in_last(rows: Sequence[Arrival], turns: Sequence[Turn], seconds: float) -> list[Arrival]:
+    """The rows of the last turn's first `seconds`, from 0 on: settings that stay are tried under what the tuner had."""
+    begin = sum(turn.seconds for turn in turns[:-1])
+    return [replace(row, at=row.at - begin) for row in rows if begin <= row.at < begin + seconds]
+
+
 def mix_of(rows: Sequence[Arrival]) -> Mix:
     """The mean lengths of rows."""
     return Mix(sum(row.prompt for row in rows) / len(rows), sum(row.output for row in rows) / len(rows))
@@ -173,13 +179,14 @@ async def local(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         socket, *_ = await sockets()
         patch = _patch(socket, args.manifest.stem)
         try:
-            turns, report = await play(server.server["url"], patch, state, by_mode(args.minutes), rows(60 * args.minutes),
-                                       sizing.objectives, folder)
+            plan, whole = by_mode(args.minutes), rows(60 * args.minutes)
+            turns, report = await play(server.server["url"], patch, state, plan, whole, sizing.objectives, folder)
             history = server.status()["status"].get("tuning", {}).get("history", [])
             stay = staying(turns[-1].knobs, args.grid_seconds)
             oracle = []
-            for one in stay:  # each from the beginning of the same arrivals
-                found, _ = await play(server.server["url"], patch, state, [one], rows(one.seconds), sizing.objectives, folder)
+            same = in_last(whole, plan, args.grid_seconds)
+            for one in stay:
+                found, _ = await play(server.server["url"], patch, state, [one], same, sizing.objectives, folder)
                 oracle += found
         finally:
             await socket.close()

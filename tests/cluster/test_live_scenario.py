@@ -17,7 +17,7 @@ from cluster_kit import MIX, Deployment, declare, plant_of
 
 from weir_bench import results
 from weir_bench.arrivals import Arrival, schedule
-from weir_bench.live import by_mode, mix_of, play, staying, trace_rows, verdict
+from weir_bench.live import by_mode, in_last, mix_of, play, staying, trace_rows, verdict
 from weir_bench.sizing import BATCH, OVERLOAD, capacity, size
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -46,12 +46,12 @@ async def test_acting_beats_watching_each_time_and_comes_near_the_best_that_stay
         async def state() -> Mapping[str, Any]:
             return dict((await deployment.control("state"))["effective"])
 
-        turns, report = await play(
-            deployment.url, patch, state, by_mode(MINUTES), rows(rate, 60 * MINUTES), objectives, tmp_path,
-        )
+        plan, whole = by_mode(MINUTES), rows(rate, 60 * MINUTES)
+        turns, report = await play(deployment.url, patch, state, plan, whole, objectives, tmp_path)
         oracle = []
         for one in staying(turns[-1].knobs, GRID_SECONDS):
-            found, _ = await play(deployment.url, patch, state, [one], rows(rate, one.seconds), objectives, tmp_path)
+            same = in_last(whole, plan, GRID_SECONDS)
+            found, _ = await play(deployment.url, patch, state, [one], same, objectives, tmp_path)
             oracle += found
         history = deployment.history()
     said = verdict(turns, oracle)

@@ -5,8 +5,9 @@ import json
 import pytest
 
 from weir_bench import results
-from weir_bench.arrivals import Mix, schedule, to_json
+from weir_bench.arrivals import Arrival, Mix, schedule, to_json
 from weir_bench.goodput import Objectives, is_good, quantile, series, share
+from weir_bench.live import by_mode, in_last
 from weir_bench.load import Outcome
 
 OBJECTIVES = Objectives(ttft=2.0, tpot=0.1)
@@ -70,3 +71,9 @@ def test_results_say_what_they_ran_on(tmp_path):
     document = json.loads(results.write("trial", {"figures": {"x": 1}}, tmp_path).read_text())
     assert document["figures"] == {"x": 1} and document["date"] and document["machine"]["cores"] >= 1
     assert set(document["machine"]["versions"]) == set(results.PACKAGES)
+
+
+def test_settings_that_stay_are_tried_under_the_arrivals_of_the_last_turn() -> None:
+    rows = [Arrival(float(at), 1, at) for at in range(0, 1200, 50)]
+    found = in_last(rows, by_mode(20), 90.0)
+    assert [(row.at, row.output) for row in found] == [(0.0, 900), (50.0, 950)]
