@@ -99,8 +99,7 @@ def _line(cell: Cell, case: Case, name: str, result: Result, cpu: float) -> Line
         "cell": cell.key, "run": name, "goodput": round(result.goodput, 5), "end": case.end, "shifts": case.shifts,
         "recorded": case.recorded, "bins": _bins(result.good, case.end),
         "offered": _bins([row.at for row in case.rows], case.end), "turns": [round(at) for at in result.turns],
-        "moves": len(result.moves),
-        "knobs": [result.knobs.max_batch_size, result.knobs.max_queue_depth], "cpu": round(cpu, 2),
+        "moves": len(result.moves), "knobs": [result.knobs.max_batch_size, result.knobs.max_queue_depth], "cpu": round(cpu, 2),
     }
 
 

@@ -167,11 +167,10 @@ async def local(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     sizing = await measure(Options(args.manifest, folder, {}, args.tick_seconds, 1), Console(stderr=True))
     manifest = with_objectives(args.manifest, sizing.objectives, folder / args.manifest.name)
     async with Local(manifest, "Advise", folder, "live", tick=args.tick_seconds) as server:
-        sample = trace_rows(args.trace, 1.0, 600.0) if args.trace else schedule(1.0, 600.0, Mix(), 1)
-        rate = OVERLOAD * capacity(await server.plant(), mix_of(sample), BATCH)
-
-        def rows(seconds: float) -> list[Arrival]:
+        def rows(rate: float, seconds: float) -> list[Arrival]:
             return trace_rows(args.trace, rate, seconds) if args.trace else schedule(rate, seconds, Mix(), 1)
+
+        rate = OVERLOAD * capacity(await server.plant(), mix_of(rows(1.0, 600.0)), BATCH)
 
         async def state() -> Mapping[str, Any]:
             return dict((await server.control("state"))["effective"])
@@ -179,13 +178,11 @@ async def local(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         socket, *_ = await sockets()
         patch = _patch(socket, args.manifest.stem)
         try:
-            plan, whole = by_mode(args.minutes), rows(60 * args.minutes)
+            plan, whole = by_mode(args.minutes), rows(rate, 60 * args.minutes)
             turns, report = await play(server.server["url"], patch, state, plan, whole, sizing.objectives, folder)
             history = server.status()["status"].get("tuning", {}).get("history", [])
-            stay = staying(turns[-1].knobs, args.grid_seconds)
-            oracle = []
-            same = in_last(whole, plan, args.grid_seconds)
-            for one in stay:
+            oracle, same = [], in_last(whole, plan, args.grid_seconds)
+            for one in staying(turns[-1].knobs, args.grid_seconds):
                 found, _ = await play(server.server["url"], patch, state, [one], same, sizing.objectives, folder)
                 oracle += found
         finally:

@@ -48,9 +48,8 @@ async def test_acting_beats_watching_each_time_and_comes_near_the_best_that_stay
 
         plan, whole = by_mode(MINUTES), rows(rate, 60 * MINUTES)
         turns, report = await play(deployment.url, patch, state, plan, whole, objectives, tmp_path)
-        oracle = []
+        oracle, same = [], in_last(whole, plan, GRID_SECONDS)
         for one in staying(turns[-1].knobs, GRID_SECONDS):
-            same = in_last(whole, plan, GRID_SECONDS)
             found, _ = await play(deployment.url, patch, state, [one], same, objectives, tmp_path)
             oracle += found
         history = deployment.history()

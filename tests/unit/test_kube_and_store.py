@@ -163,12 +163,16 @@ def test_equal_parts_of_two_objects_are_kept_once() -> None:
     first, second = put("a", "1", **parts, own="a"), put("b", "1", **parts, own="registry/server:1")
     assert all(first[part] is second[part] for part in parts)
     assert second["own"] is first["image"]["tag"], "a string is one wherever it stands"
+    assert next(iter(second)) is next(iter(first)), "a name, too"
+    for number in (1, True, 1.0, 0, False):  # equal to Python, and not in a manifest
+        assert type(put("n", "1", n=number)["n"]) is type(number)
     changed = put("b", "2", **{**parts, "size": 1}, own="b")
     assert changed["args"] is second["args"] and second["size"] == 10**6
     for empty in ({}, [], "", None, False):
         assert put("e", "1", args=empty, none=empty) == {"args": empty, "none": empty}
     other = put("c", "1", **{**parts, "args": ["--x", "--y"], "size": True}, own=1.0)
-    assert other["image"] is first["image"] and other["size"] is True and type(other["own"]) is float
+    assert other["image"] is first["image"] and other["args"][0] is first["args"][0]
+    assert other["size"] is True and type(other["own"]) is float
     assert first["args"] == ["--x"], "what is kept of one is not changed by another"
 
 

@@ -22,7 +22,7 @@ from prometheus_client import REGISTRY
 from weir_operator.io import scrape
 from weir_operator.io.scrape import ControlClient, Endpoint, Silent, url_for
 from weir_operator.loops import tuner as module
-from weir_operator.loops.steering import VERIFIED_SECONDS, Subject
+from weir_operator.loops.steering import VERIFIED_SECONDS, Steering, Subject
 from weir_operator.loops.tuner import Round, TunerLoop, TunerSettings
 from weir_operator.plan.observed import TuningReport
 from weir_operator.plan.plan import parse
@@ -169,6 +169,13 @@ async def test_a_knob_that_reads_back_otherwise_is_drift_and_then_the_truth(serv
     assert "max_batch_size was set to 9 and reads 5" in bench.news.reports[-1].drift
     await bench.poll(70.0)
     assert server.board.target.max_batch_size == 5  # not fought: the next decision starts from what is
+
+
+async def test_a_report_has_what_the_next_operator_goes_on_from(bench: Bench) -> None:
+    bench.saved = {"state": TunerState(1030.5).to_json()}
+    await bench.poll()
+    [news] = bench.news.reports
+    assert Steering.resumed(news.status).state == TunerState(1030.5)
 
 
 async def test_an_operator_that_restarts_goes_on_from_what_it_reads(server: FakeServer, bench: Bench) -> None:

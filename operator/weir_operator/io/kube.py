@@ -151,15 +151,15 @@ class ByPath:
     ) -> list[Any]:
         """The objects, with the kind and version that the API server leaves out of a list's members. They come in pages, and
         each is kept as `keep` makes it: of what it leaves out, no more than a page is ever held."""
-        query = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
-        found: list[Any] = []
+        which = {"labelSelector": selector} if selector else {}
+        query, found = {**which, "limit": str(PAGE)}, list[Any]()
         while True:
             try:
                 answer = await self.request("GET", path(kind, namespace), query=query)
             except ApiError as e:
                 if e.status != 410 or "continue" not in query:
                     raise
-                query, found = {k: v for k, v in query.items() if k == "labelSelector"}, []  # too old to go on: all at once
+                query, found = which, []  # too old to go on: all at once
                 continue
             found += [keep({"apiVersion": answer["apiVersion"], "kind": kind, **item}) for item in answer.get("items", ())]
             if not (token := (answer.get("metadata") or {}).get("continue")):
